@@ -23,11 +23,21 @@ from torchtap.hooks.conceal import Hook
 from torchtap.receive import by_name, training
 from torchtap.receive.backward import LossCatcher
 from torchtap.receive.receiver import Receiver
+from torchtap.session.audit import Audit
+from torchtap.session.census import Lookout, ModelChanges
 from torchtap.session.watch import Watch
 
-__all__ = ["Spent", "row_of_share", "timed_inside"]
+__all__ = ["AUDIT_AND_CENSUS", "Spent", "row_of_share", "timed_inside"]
 
-_ENTRIES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+Entries = tuple[tuple[Any, tuple[str, ...]], ...]
+
+# What a run checks about itself, and how it notices that the model changes.
+AUDIT_AND_CENSUS: Entries = (
+    (Audit, ("note", "backward", "update", "assigned", "dropped", "left", "record")),
+    (ModelChanges, ("look", "look_at_modules")),
+    (Lookout, ("look", "look_for_modes", "begin_pass", "end_pass", "_output")),
+)
+_ENTRIES: Entries = (
     (Hook, ("__call__",)),
     (Receiver, ("take_gradient",)),
     (by_name, ("take",)),  # from a compiled graph
@@ -90,8 +100,13 @@ class Spent:
 
 
 @contextmanager
-def timed_inside(clock: Callable[[], float] = time.thread_time) -> Iterator[Spent]:
-    """Count the seconds inside torchtap within this block. What was opened before the block is not counted."""
+def timed_inside(
+    clock: Callable[[], float] = time.thread_time, entries: Entries | None = None
+) -> Iterator[Spent]:
+    """Count the seconds inside torchtap, or inside some ``entries`` alone, within this block.
+
+    What was opened before the block is not counted.
+    """
     spent = Spent(clock)
     begin_step: Callable[[Watch], AbstractContextManager[Watch]] = Watch.step
 
@@ -103,8 +118,9 @@ def timed_inside(clock: Callable[[], float] = time.thread_time) -> Iterator[Spen
         spent.timed(block.__exit__)(None, None, None)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Watch, "step", timed_step))
-        for owner, names in _ENTRIES:
+        if entries is None:
+            stack.enter_context(patch.object(Watch, "step", timed_step))
+        for owner, names in _ENTRIES if entries is None else entries:
             for name in names:
                 stack.enter_context(patch.object(owner, name, spent.timed(getattr(owner, name))))
         yield spent

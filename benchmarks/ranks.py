@@ -28,11 +28,9 @@ from benchmarks.models import gpt_training, mlp_training
 from benchmarks.share import share
 from benchmarks.steps import EVERYTHING, OUTPUTS
 from torchtap.diagnosis.diagnose import diagnose
-from torchtap.ranks.launches import Launch
-from torchtap.ranks.packed import Packer, groups_of
+from torchtap.ranks.packed import fold_in_place
 from torchtap.sinks.export import export_run
 from torchtap.store.files import system
-from torchtap.store.format.pack import run_folder
 from torchtap.store.read.reader import Run, open_run
 from torchtap.store.record import ScalarBlock, StepRecord
 from torchtap.store.write.writer import RunWriter
@@ -111,38 +109,33 @@ def _measure(rank: int, port: int, folder: str, quick: bool) -> None:
 # -- a thousand ranks -----------------------------------------------------------------------------------------
 
 
-def write_world(folder: Path, ranks: int, sites: int, steps: int, only: Sequence[int] | None = None) -> None:
-    """Write what so many ranks, or ``only`` these of them, would leave behind."""
+def write_world(folder: Path, ranks: int, sites: int, steps: int, node: int | None = None) -> None:
+    """Write what so many ranks would leave behind; with ``node`` ranks on each node, in packs."""
     half = sites // 2
     outputs = [f"blocks.{number}:output" for number in range(half)]
     names = (*outputs, *(f"blocks.{number}:param.weight" for number in range(sites - half)))
     values = np.random.default_rng(0).random((sites, 1))
-    for rank in only or range(ranks):
+    for rank in range(ranks):
         places = [{"axes": [["dp", ranks, rank, share]]} for share in ("batch(0)", "replicate")]
         numbers = {site: int(number >= half) for number, site in enumerate(names)}
-        with RunWriter(folder, manifest={}, rank=rank, world=ranks, flush_seconds=1e9) as writer:
+        first = rank // node * node if node else 0
+        pack = (first, first + node - 1) if node else None
+        with RunWriter(folder, manifest={}, rank=rank, world=ranks, flush_seconds=1e9, pack=pack) as writer:
             writer.event("placements", step=0, phase="train", placements=places, sites=numbers)
             for step in range(steps):
                 block = ScalarBlock(names, (_STATISTIC,), values + step)
                 writer.write(StepRecord(step, None, None, "train", 1e9 + step, (block,), ()))
 
 
-def write_packed_world(folder: Path, ranks: int, sites: int, steps: int) -> None:
-    """Write the same packed, group by group: at no time are there more folders than those of one group."""
-    packer = Packer(folder, [Launch(ranks, 0.0, dict.fromkeys(range(ranks), 0))])
-    for group in groups_of(range(ranks)):
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            write_world(Path(scratch) / "run", ranks, sites, steps, group)
-            packer.add(run_folder(str(Path(scratch) / "run")), group)
-    packer.finish()
-
-
 def _packed_world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "run"
         with patch.object(os, "fsync", lambda _: None):
-            write_packed_world(place, ranks, sites, steps)
-        return _read(place, f"{ranks:,} ranks × {sites:,} sites × {steps:,} steps, packed")
+            write_world(place, ranks, sites, steps, node=8)
+            fold_in_place(open_run(place))
+        return _read(
+            place, f"{ranks:,} ranks × {sites:,} sites × {steps:,} steps, in packs of 8, with the fold"
+        )
 
 
 def _world(ranks: int, sites: int, steps: int) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ The models and cases of `benchmarks.steps`, one torch thread. Every entry into t
 hooks, its gradient callbacks, the beginning and the end of the step. What the clock takes is taken off again. What
 torch takes to call a hook at all is not in it (1.4 µs each). On two threads it is the wall's time, which a busy machine
 blurs a little; what the thread that writes a run does meanwhile is not in it.
-``as a ratio`` is what the step would cost with it over without it.
+``as a ratio`` is what the step would cost with it over without it. "Audit and census" is the part of it in which a run
+checks itself and looks for changes of the model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 import torchtap as tt
-from benchmarks.inside import timed_inside
+from benchmarks.inside import AUDIT_AND_CENSUS, Entries, timed_inside
 from benchmarks.models import Training, gpt2_training, gpt_training, mlp_training
 from benchmarks.steps import EVERYTHING, NEVER, OUTPUTS
 from benchmarks.timing import one_thread, quartiles
@@ -32,6 +33,11 @@ _GPT: list[Asked] = [
     ("all outputs", OUTPUTS, 1.03),
     ("with gradients and parameters", EVERYTHING, 1.05),
     ("armed, off schedule", NEVER, 1.005),
+]
+_AUDIT: list[Asked] = [
+    ("audit and census, all outputs", OUTPUTS, 1.003),
+    ("audit and census, with gradients and parameters", EVERYTHING, 1.003),
+    ("audit and census, off schedule", NEVER, 1.0003),
 ]
 _MLP: list[Asked] = [
     ("all outputs", OUTPUTS, 1.08),
@@ -50,6 +56,7 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     with one_thread():
         rows = [
             *_rows("GPT 12 × 384", gpt_training(), _GPT, few),
+            *_rows("GPT 12 × 384", gpt_training(), _AUDIT, few, entries=AUDIT_AND_CENSUS),
             *_rows("MLP 50 × 256", mlp_training(), _MLP, 40),
             *_rows("GPT 4 × 192", gpt_training(4, 192, 64), _TINY, 40),
             *_rows("GPT 4 × 32", gpt_training(4, 32, 64), _TINY, 40),
@@ -78,10 +85,12 @@ def _rows(
     steps: int,
     clock: Callable[[], float] = time.thread_time,
     folder: str | None = None,
+    entries: Entries | None = None,
 ) -> list[dict[str, Any]]:
     rows = []
     for case, taps, bar in asked:
-        seconds, (low, middle, high) = share(training, taps, steps, clock=clock, folder=folder)
+        measured = share(training, taps, steps, clock=clock, folder=folder, entries=entries)
+        seconds, (low, middle, high) = measured
         rows.append(
             {
                 "model": model,
@@ -103,11 +112,12 @@ def share(
     *,
     clock: Callable[[], float] = time.thread_time,
     folder: str | None = None,
+    entries: Entries | None = None,
 ) -> tuple[float, tuple[float, float, float]]:
-    """Seconds of a step inside torchtap, and the quartiles of the ratio that they make."""
+    """Seconds of a step inside torchtap or some entries, and the quartiles of the ratio that they make."""
     ratios, inside = [], []
     model = training.model if call is None else call
-    with timed_inside(clock) as spent, tt.watch(model, folder, list(taps)) as watch:
+    with timed_inside(clock, entries) as spent, tt.watch(model, folder, list(taps)) as watch:
         for step in range(steps + 1):
             spent.clear()
             begin = clock()

@@ -18,13 +18,14 @@ PAGES = Path(__file__).parents[1] / "docs" / "reference"
 def commands_page() -> str:
     """Every command with its help, as the terminal shows it."""
     lines = ["# Commands", ""]
-    # The parent passes its help options (-h, --help) on, as it does on the command line. click caches them.
+    # The parent passes its help options (-h, --help) on, as it does on the command line.
     parent = click.Context(
         group, info_name="torchtap", max_content_width=100, help_option_names=["-h", "--help"]
     )
     for name in sorted(COMMANDS):
         command = group.get_command(parent, name)
         assert command is not None
+        vars(command)["_help_option"] = None  # click caches it, and a command that was called alone has no -h
         context = click.Context(command, parent, info_name=name)
         lines += [f"## torchtap {name}", "", "```text", command.get_help(context), "```", ""]
         for inner, each in command.commands.items() if isinstance(command, click.Group) else ():

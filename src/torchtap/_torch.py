@@ -111,7 +111,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
+    """Return True if autograd is at work in this thread: a forward that runs now is a checkpoint's repetition."""
     return graph_task() != -1
 
 
@@ -224,7 +224,7 @@ is_being_functionalized: Callable[[Tensor], bool] = torch._is_functional_tensor
 
 
 def has_lazy_bits(value: Tensor) -> bool:
-    """Whether a conjugation or a negation is noted and not done yet.
+    """Return True if a conjugation or a negation is noted and not done yet.
 
     ``is_conj`` and ``is_neg`` say the same, but let go of the interpreter's lock, and this is asked for each tensor
     that is written while the training runs.
@@ -243,7 +243,7 @@ def sparse_bytes(value: Tensor) -> int:
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are on all modules of the process. Where torch does not say, they may be."""
+    """Return True if hooks are on all modules of the process. Where torch does not say, they may be."""
     asked = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
     return True if asked is None else bool(asked())
 
@@ -269,12 +269,12 @@ script_tracer: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambd
 
 
 def is_traced_by_script() -> bool:
-    """Whether ``torch.jit.trace`` runs this code."""
+    """Return True if ``torch.jit.trace`` runs this code."""
     return script_tracer() is not None
 
 
 def is_traced_by_fx() -> bool:
-    """Whether ``torch.fx.symbolic_trace`` runs this code. Where torch cannot say, it does not."""
+    """Return True if ``torch.fx.symbolic_trace`` runs this code. Where torch cannot say, it does not."""
     asked = getattr(sys.modules.get("torch.fx._symbolic_trace"), "is_fx_symbolic_tracing", None)
     return asked is not None and bool(asked())
 
@@ -356,7 +356,7 @@ def compiled_in_place(module: nn.Module) -> Callable[..., object] | None:
 
 
 def runs_compiled(module: nn.Module) -> bool:
-    """Whether a call of this module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
+    """Return True if a call of this module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
     return compiled_in_place(module) is not None or is_compiled_module(module)
 
 
@@ -417,12 +417,12 @@ def keep_in_order(op: Any) -> None:
 
 
 def something_was_compiled() -> bool:
-    """Whether Dynamo has looked at any frame; False where it cannot be told. It only words an explanation."""
+    """Return True if Dynamo has looked at any frame; False where it cannot be told. It only words an explanation."""
     return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", None))
 
 
 def compiler_was_used() -> bool:
-    """Whether anything in this process was given to torch.compile. Optimizers load the compiler in any case.
+    """Return True if anything in this process was given to torch.compile. Optimizers load the compiler in any case.
 
     Where torch does not say, it was, if it is loaded.
     """

@@ -50,7 +50,7 @@ class MeshAxis(NamedTuple):
         return Axis(self.name, len(self.ranks), self.at, share)
 
     def runs_along(self, other: MeshAxis) -> bool:
-        """Whether two axes have more in common than this process: they are one, or one contains the other."""
+        """Return True if two axes have more in common than this process: they are one, or one contains the other."""
         return len(set(self.ranks).intersection(other.ranks)) > 1
 
 
@@ -88,7 +88,7 @@ def meshes_of(module: nn.Module) -> Iterator[Any]:
 
 
 def infers_shapes() -> bool:
-    """Whether a pipeline stage calls its module only to learn the shapes of what comes out."""
+    """Return True if a pipeline stage calls its module only to learn the shapes of what comes out."""
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
     frame = sys._getframe(1)

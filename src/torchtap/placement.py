@@ -63,7 +63,7 @@ class Share(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """Whether ranks along the axis hold different parts, which together are the whole."""
+        """Return True if ranks along the axis hold different parts, which together are the whole."""
         return self.kind in ("shard", "batch")
 
 
@@ -98,7 +98,7 @@ class Placement:
 
     @property
     def known(self) -> bool:
-        """Whether every axis says what it holds."""
+        """Return True if every axis says what it holds."""
         return all(axis.share.kind != "unknown" for axis in self.axes)
 
     def with_shares(self, shares: dict[str, Share]) -> Placement:
@@ -170,14 +170,14 @@ def _are_sizes(sizes: object) -> bool:
 
 
 def _are_extents(shape: Any, boxes: Any, flat: bool) -> bool:
-    """Whether this can be the shape of a whole, where it is said, and these the boxes in it, where they are."""
+    """Return True if this can be the shape of a whole, where it is said, and these the boxes in it, where they are."""
     if shape is not None and not _are_sizes(shape):
         return False
     return boxes is None or _are_boxes(boxes, [prod(shape)] if flat and shape is not None else shape)
 
 
 def _are_boxes(boxes: Any, shape: Any) -> bool:
-    """Whether these are boxes that lie inside a whole of this shape."""
+    """Return True if these are boxes that lie inside a whole of this shape."""
     if shape is None or not isinstance(boxes, list) or len(boxes) > _MOST_BOXES:
         return False
     return all(_is_box(box, shape) for box in boxes)

@@ -59,12 +59,12 @@ class Verification:
 
     @property
     def identical(self) -> bool:
-        """Whether taps changed nothing."""
+        """Return True if taps changed nothing."""
         return not any(self.changed.values())
 
     @property
     def repeatable(self) -> bool:
-        """Whether the model without taps gave the same bits every time."""
+        """Return True if the model without taps gave the same bits every time."""
         return not any(self.unsteady.values())
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ def verify(
 
 
 def _team_may_change() -> bool:
-    """Whether OpenMP was told to choose the number of threads by the machine's load."""
+    """Return True if OpenMP was told to choose the number of threads by the machine's load."""
     return os.environ.get("OMP_DYNAMIC", "").strip().lower() in ("true", "1", "yes")
 
 

@@ -344,7 +344,9 @@ class Run:
             return step, "forward"
         if step < final:
             return step + 1, "forward"
-        return (step, "eval") if self.program.every == 1 else None  # no hooks where the next step would be
+        # No hooks where the next step would be. Two optimizers may still take turns in the first step of a watch.
+        open_turns = self.program.optimizer == "split" and final == first and step % self.program.every == 0
+        return (step, "eval") if self.program.every == 1 or open_turns else None
 
     def extras(self, step: int, place: str) -> None:
         for at, where, kind in self.program.extras:

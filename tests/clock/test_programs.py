@@ -51,3 +51,8 @@ def test_every_number_of_random_loops_is_that_of_plain_hooks(first: int) -> None
     assert not wrong, "\n".join(
         f"{program}\n  " + "\n  ".join(found[:6]) for program, found in list(wrong.items())[:5]
     )
+
+
+@pytest.mark.parametrize("seed", [200048, 200204, 200511, 300161])
+def test_loops_that_were_recorded_wrongly_before_are_right(seed: int) -> None:
+    assert differences(Program.from_seed(seed)) == []

@@ -85,7 +85,6 @@ TERMS = {
     "no offset": "the reference's without `second.offset`",
     "residual twice": "the reference's with `second:input.x` added once more",
     "half the branch": "the reference's − 0.5 × `second.lift:output`",
-    "padding": "wrong only at positions that `attention_mask` hides",
 }
 
 
@@ -96,6 +95,13 @@ def models(fault: str) -> tuple[Model, Model, dict[str, Tensor]]:
     mask = torch.ones(2, 5, dtype=torch.int64)
     mask[1, 3:] = 0
     return reference, target, {"x": torch.randn(2, 5, 8), "attention_mask": mask}
+
+
+def test_a_difference_at_padding_alone_is_mentioned_and_harmless() -> None:
+    reference, target, inputs = models("padding")
+    result = tt.compare(reference, target, inputs=inputs)
+    assert result.outcome == "same"
+    assert "at those that a mask hides, second:output differs" in result.verdict
 
 
 @pytest.mark.parametrize("fault", TERMS)

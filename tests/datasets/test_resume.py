@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.datasets.kills import check, digests, killed_until_done
+from tests.datasets.kills import digests
 from tests.datasets.models import SITES, TinyLM, documents, tiny
 from tests.optional import need
 from torch import Tensor
@@ -19,10 +20,10 @@ from torchtap.errors import SessionError
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_a_harvest_that_was_killed_again_and_again_has_the_bytes_of_one_that_was_not(tmp_path: Path) -> None:
-    killed_until_done(tmp_path / "plain", "here", "float32", 0, random.Random(0), 0)
-    killed_until_done(tmp_path / "killed", "here", "float32", 2, random.Random(3), 0.4)
-    check(tmp_path / "killed", tmp_path / "plain")
+def test_a_harvest_that_was_killed_again_and_again_has_the_bytes_of_one_that_was_not() -> None:
+    words = [sys.executable, "-m", "tests.datasets.kills", "4", "here", "2"]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert "every file as without" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("engine", ["processes", "dask"])

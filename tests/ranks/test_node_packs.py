@@ -8,13 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.optional import need
+from tests.store.object_store import served_bucket
 from tests.store.records import SITES, STATISTICS, image, number, record
 
 import torchtap as tt
 from torchtap.placement import Axis, Placement, Share
+from torchtap.ranks.packed import fold_in_place
 from torchtap.store.files import system
 from torchtap.store.write.writer import RunWriter
 
@@ -173,3 +177,63 @@ def test_a_large_launch_packs_if_the_launcher_names_the_ranks_of_the_node(
     (pack,) = (tmp_path / "64").iterdir()
     assert pack.name.startswith("ranks-00000-00007-")
     assert tt.open(tmp_path / "64", rank=1).steps().tolist() == [0]
+
+
+def test_the_fold_beside_a_recording_gives_the_same_and_goes_with_the_next_recording(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    written(folder)
+    before = tt.open(folder)
+    fold_in_place(tt.open(folder))
+    after = tt.open(folder)
+    for site in SITES:
+        ours, theirs = after.series(site, "max"), before.series(site, "max")
+        assert ours.steps.tolist() == theirs.steps.tolist() == list(range(20))
+        assert ours.values.tolist() == theirs.values.tolist()
+    check(after.rank(1), list(range(20)))
+    with RunWriter(folder, manifest={}, rank=0, world=2, pack=(0, 1)) as writer:
+        writer.write(record(30))
+    assert tt.open(folder).steps().tolist() == [*range(20), 30]
+
+
+def test_a_series_of_many_ranks_takes_few_requests_of_an_object_store(tmp_path: Path) -> None:
+    """The 64 ranks of eight nodes, in an object store that speaks S3: their number costs nothing."""
+    s3fs = need("s3fs")
+    folder = tmp_path / "run"
+    patch = pytest.MonkeyPatch()
+    patch.setattr("os.fsync", lambda descriptor: None)
+    for rank in range(64):
+        node = rank // 8 * 8
+        with RunWriter(folder, manifest={}, rank=rank, world=64, pack=(node, node + 7)) as writer:
+            place = Placement((Axis("dp", 64, rank, Share("batch", 0)),)).to_json()
+            writer.event(
+                "placements", step=0, phase="train", placements=[place], sites=dict.fromkeys(SITES, 0)
+            )
+            for step in range(5):
+                writer.write(record(step))
+    fold_in_place(tt.open(folder))
+    here = tt.open(folder).series(SITES[0], "max")
+    requests: list[str] = []
+    real = s3fs.S3FileSystem._call_s3
+
+    async def counted(self: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        requests.append(method)
+        return await real(self, method, *arguments, **options)
+
+    with served_bucket() as bucket:
+        import fsspec
+
+        fsspec.filesystem("s3").put(str(folder), f"{bucket}/run", recursive=True)
+        patch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+        run = tt.open(f"{bucket}/run")
+        found = run.series(SITES[0], "max")
+        assert found.values.tolist() == here.values.tolist()
+        first = len(requests)
+        assert first <= 50, requests
+        run.series(SITES[1], "max")
+        assert len(requests) - first <= 5
+        requests.clear()
+        assert run.rank(63).series(SITES[1], "max").values.tolist() == [
+            number(step, 1, 2) for step in range(5)
+        ]
+        assert len(requests) <= 50, requests
+        patch.undo()

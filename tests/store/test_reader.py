@@ -40,6 +40,34 @@ def test_series_come_back_as_they_were_written(folder: Path) -> None:
             assert values.tolist() == [number(step, site, kind) for step in range(20)]
 
 
+READS = {
+    "series": lambda run, site: run.series(site).values.tolist(),
+    "statistics": lambda run, site: run.statistics(site),
+    "steps": lambda run, site: run.steps(site).tolist(),
+    "matrix": lambda run, site: run.matrix("value", [site]).values.tolist(),
+    "table": lambda run, site: run.table([site]).value.tolist(),
+    "table of a statistic": lambda run, site: run.table([site], ["value"]).value.tolist(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_every_way_of_reading_takes_a_logged_number_by_its_short_name(read: str, tmp_path: Path) -> None:
+    with RunWriter(tmp_path, manifest={}) as writer:
+        for step in range(3):
+            block = ScalarBlock((":value.loss",), ("value",), np.array([[step + 0.5]]))
+            writer.write(StepRecord(step, None, None, "train", float(step), (block,), ()))
+    run = open_run(tmp_path)
+    assert READS[read](run, "loss") == READS[read](run, ":value.loss")
+    assert len(READS[read](run, "loss")) > 0
+    with pytest.raises(SelectionError, match="loss"):
+        READS[read](run, "los")
+
+
+def test_a_table_of_an_unknown_statistic_names_the_known_ones(folder: Path) -> None:
+    with pytest.raises(SelectionError, match=STATISTICS[0]):
+        open_run(folder).table(statistics=["stdd"])
+
+
 def test_the_clock_has_a_row_for_each_record(folder: Path) -> None:
     clock = open_run(folder).clock()
     assert clock.step.tolist() == list(range(20))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,7 @@ EXIT_CODES = {"same": 0, "differs": 1, "error": 2, "cannot tell": 3}
 @click.option(
     "--step", "steps", multiple=True, type=int, help="Compare this step alone; may be given several times."
 )
-@click.option("--rank", type=int, help="One rank of each run; a run of one process is taken as it is.")
+@click.option("--rank", type=int, help="One rank of each run; of a run of one process, its only one.")
 @click.option(
     "--workers", type=click.IntRange(1, 256), default=1, metavar="N", help="Measure in so many processes."
 )
@@ -77,23 +75,22 @@ def command(
     REFERENCE and TARGET are run folders, or folders with layer_N_output.pt files. Exit code: 0 they are the same,
     1 they differ, 2 an error, 3 cannot tell: too much is missing or unreadable.
     """
-    with _told():
-        from torchtap.comparison.recorded import compare_stored
+    from torchtap.comparison.recorded import compare_stored
 
-        result = compare_stored(
-            _of_rank(reference, rank),
-            _of_rank(target, rank),
-            rules=rules,
-            repeat=list(repeat) or None,
-            golden=golden,
-            steps=list(steps) or None,
-            workers=workers,
-            ray=ray,
-        )
-        if html is not None:
-            result.to_html(html)
-        if json_path is not None and json_path != "-":
-            result.to_json(json_path)
+    result = compare_stored(
+        _of_rank(reference, rank),
+        _of_rank(target, rank),
+        rules=rules,
+        repeat=list(repeat) or None,
+        golden=golden,
+        steps=list(steps) or None,
+        workers=workers,
+        ray=ray,
+    )
+    if html is not None:
+        result.to_html(html)
+    if json_path is not None and json_path != "-":
+        result.to_json(json_path)
     if json_path == "-":
         click.echo(result.to_json())
     elif quiet:
@@ -106,7 +103,7 @@ def command(
 
 
 def _of_rank(path: str, rank: int | None) -> Run | str:
-    """One rank of a run of several; everything else as it is."""
+    """Return one rank of a run of several; every other path unchanged."""
     from torchtap.store.read.reader import is_run, open_run
 
     if rank is None or not is_run(path):
@@ -129,21 +126,3 @@ def _print(result: Comparison, *, every: bool) -> None:
         console.print(f"not compared: {left.site} ({left.side}): {left.why}")
     if len(result.unaligned) > 10:
         console.print(f"... and {len(result.unaligned) - 10} more that were not compared")
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Whatever fails in the block is told in one line, with the exit code of an error.
-
-    A damaged recording may fail in ways that nobody foresaw; the answer is still "not compared".
-    """
-    from torchtap.errors import TorchtapError
-
-    try:
-        yield
-    except Exception as error:
-        what = (
-            str(error) if isinstance(error, (TorchtapError, OSError)) else f"{type(error).__name__}: {error}"
-        )
-        say(f"could not compare: {what}", err=True)
-        raise SystemExit(EXIT_CODES["error"]) from None

@@ -44,7 +44,7 @@ class Text:
 
 
 class Attention(nn.Module):
-    """Causal self-attention through torch's fused kernel: its maps never exist unless somebody asks."""
+    """Causal self-attention through torch's fused kernel: its maps exist only if they are captured."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

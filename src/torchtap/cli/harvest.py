@@ -45,7 +45,7 @@ def command(
     """Store the values at some sites of MODEL over DATA, one row per token, in a folder for training on them.
 
     MODEL is `package.module:factory`, `script.py:factory`, or a folder or name that transformers loads. DATA is a
-    folder of texts, or `module:function` for anything else that tt.harvest takes. The same command goes on after an
+    folder of texts, or `module:function` for anything else that tt.harvest takes. The same command resumes after an
     interruption.
 
     With --reshuffle, MODEL is a folder that was harvested: `torchtap harvest acts --reshuffle --out shuffled`.

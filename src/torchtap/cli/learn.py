@@ -14,7 +14,7 @@ __all__ = ["command"]
 def command(good_runs: tuple[str, ...], out: str, as_json: bool) -> None:
     """Keep what held in all GOOD_RUNs: the same training, best with three or more seeds.
 
-    `torchtap diagnose RUN --against FILE` then says what of it no longer holds.
+    `torchtap diagnose RUN --against FILE` then reports what no longer holds.
     """
     from torchtap.cli.console import say, say_json
     from torchtap.diagnosis.learned import learn

@@ -1,4 +1,4 @@
-"""What ``torchtap rcc`` shows without a model of one's own: the same network in two parametrisations.
+"""The default models of ``torchtap rcc``: the same network in two parametrisations.
 
 Both are trained by Adam. In ``standard`` every layer has the same learning rate, so that wider layers move their
 outputs more. In ``mup`` (maximal update parametrisation) the learning rate of what is as wide as the network is

@@ -40,7 +40,7 @@ def command(
 ) -> None:
     """Run the step that a flight recorder kept in RUN again: same batch, weights and random numbers.
 
-    It says whether the values came out the same, and where the first NaN or infinity was born. Exit code 1 where
+    It reports if the values are the same, and where the first NaN or infinity was born. Exit code 1 where
     values differ from those in RUN.
     """
     from torchtap.diagnosis.flight.dump import offline
@@ -77,7 +77,7 @@ def _tell(outcome: Any, moment: StepSnapshot) -> None:
     if outcome.differing:
         say(f"{len(outcome.differing)} differ, the first at {outcome.differing[0]}")
     elif outcome.compared:
-        say("all of them came out the same, bit for bit")
+        say("all of them are the same, bit for bit")
     if outcome.error is not None:
         say(f"the step raised {type(outcome.error).__name__}: {outcome.error}")
     say(str(outcome.birth) if outcome.birth is not None else "every value is a finite number")

@@ -24,7 +24,7 @@ __all__ = ["command"]
 
 @click.command("run", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--out", metavar="RUN", help="The run folder; default: runs/<script>-<time>.")
-@click.option("--plan", "plan_file", metavar="FILE", help="A TOML file that says what to record.")
+@click.option("--plan", "plan_file", metavar="FILE", help="A TOML file with what to record.")
 @click.option(
     "--tap", "taps", multiple=True, metavar="SELECTOR", help="Record statistics of these sites instead."
 )
@@ -61,7 +61,7 @@ def command(
     module: str | None,
     words: tuple[str, ...],
 ) -> None:
-    """Run a training script as it is, and record the inside of its model.
+    """Run an unchanged training script and record the inside of its model.
 
     WORDS are the script with its arguments, or a command that starts one: `torchtap run train.py --lr 1e-3`,
     `torchtap run -m package.train`, `torchtap run torchrun --nproc-per-node 2 train.py`. Everything after the script
@@ -104,7 +104,7 @@ def command(
 
 
 def command_line(module: str | None, words: tuple[str, ...]) -> list[str]:
-    """What to start: Python with a script or module, or the command itself."""
+    """Return the command to start: Python with a script or module, or the command itself."""
     if module is not None:
         return [sys.executable, "-m", module, *words]
     if not words:
@@ -155,6 +155,6 @@ def become(line: list[str], environment: dict[str, str]) -> None:
 
 
 def _with_options(settings: Settings, **options: object) -> Settings:
-    """The plan file's settings, with what the command line says in their place."""
+    """Return the plan file's settings, replaced by those of the command line."""
     given = {name: value for name, value in options.items() if value is not None}
     return Settings.of({**settings.as_dict(), **given}, "torchtap run")

@@ -6,7 +6,7 @@ import datetime as dt
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,26 +146,57 @@ def list_runs(folder: str, expression: str | None, sort: str, as_json: bool) -> 
     if as_json:
         say_json([card.line() for card in cards])
         return
-    logged = dict.fromkeys(name for card in cards for name in card.values if card.values[name][1] is not None)
     console = Terminal()
-    shown = list(logged)[: max(1, (console.width - 70) // 26)]
-    labels = list(dict.fromkeys(label for card in cards for label in card.labels))[
-        : max(1, (console.width - 60) // 16)
-    ]
-    titles = ["run", "status", "steps", *(f"{which} {name}" for name in shown for which in ("last", "best"))]
+    columns = _columns(cards)
+    shown = _fitting(columns, console.width)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in (*titles, "duration", "size", *labels, "tags"):
+    for title in shown:
         table.add_column(title, no_wrap=True)
-    for card in cards:
-        values = [
-            _number(card.values[name][i]) if name in card.values else "" for name in shown for i in (0, 1)
-        ]
-        took = "" if card.seconds is None else str(dt.timedelta(seconds=round(card.seconds)))
-        state = "unreadable" if card.problem else card.status
-        facts = [card.name, state, f"{card.steps:,}", *values, took, _bytes(card.size)]
-        table.add_row(*facts, *(str(card.labels.get(label, "")) for label in labels), " ".join(card.tags))
+    for row in zip(*(columns[title] for title in shown), strict=True):
+        table.add_row(*row)
     console.print(table)
+    if left := [title for title in columns if title not in shown]:
+        say(f"no room for: {', '.join(left)}; a wider terminal or --json shows them")
     say(f"{len(cards)} run{'s'[: len(cards) != 1]}, {_bytes(sum(card.size for card in cards))}")
+
+
+def _columns(cards: Sequence[Card]) -> dict[str, list[str]]:
+    """Return the cells of the table by title, the most important columns first."""
+    columns = {
+        "run": [card.name for card in cards],
+        "status": ["unreadable" if card.problem else card.status for card in cards],
+        "steps": [f"{card.steps:,}" for card in cards],
+    }
+    for name in dict.fromkeys(
+        name for card in cards for name, held in card.values.items() if held[1] is not None
+    ):
+        for place, which in enumerate(("last", "best")):
+            columns[f"{which} {name}"] = [
+                _number(card.values.get(name, [None, None])[place]) for card in cards
+            ]
+    columns["size"] = [_bytes(card.size) for card in cards]
+    columns["tags"] = [" ".join(card.tags) for card in cards]
+    columns["duration"] = [_duration(card.seconds) for card in cards]
+    for label in dict.fromkeys(label for card in cards for label in card.labels):
+        columns.setdefault(label, [str(card.labels.get(label, "")) for card in cards])
+    return {title: cells for title, cells in columns.items() if title in ("run", "steps") or any(cells)}
+
+
+def _fitting(columns: Mapping[str, list[str]], width: int) -> list[str]:
+    """Return the titles of the columns that fit into a line, without cutting any."""
+    shown: list[str] = []
+    for title, cells in columns.items():
+        needed = max(len(title), *map(len, cells), 0) + 2
+        if not shown or needed <= width:
+            shown.append(title)
+            width -= needed
+    return shown
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.1f} s" if seconds < 60 else str(dt.timedelta(seconds=round(seconds)))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ __all__ = ["command", "has_layers", "show_layers"]
 
 
 def has_layers(folder: str) -> bool:
-    """Whether a folder holds layer files. Asked for everything that is shown, so it goes by names alone."""
+    """Return True if a folder has layer files, judged by their names alone."""
     place = Path(folder)
     return (place / "embedding_output.pt").is_file() or any(place.glob("layer_*_output.pt"))
 

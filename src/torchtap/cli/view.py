@@ -62,7 +62,6 @@ def command(
     ends it.
     """
     from torchtap.cli.console import say_json
-    from torchtap.errors import TorchtapError
     from torchtap.store.format.checksum import load_json
     from torchtap.viewer.run_index import Catalog
     from torchtap.viewer.server import ViewerServer
@@ -75,8 +74,6 @@ def command(
             )
         catalog = Catalog.open(runs, result)
         server = ViewerServer(catalog, host=host, port=port, names=allow_host, token=token, manage=manage)
-    except TorchtapError as problem:
-        raise click.ClickException(str(problem)) from problem
     except OSError as problem:
         raise click.ClickException(f"cannot use {host}:{port}: {problem}") from problem
     if as_json:

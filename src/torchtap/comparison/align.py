@@ -183,7 +183,7 @@ class _Work:
                 self.pair(a.path, b.path, f"{min(-score, 1.0):.0%} of the same modules inside")
 
     def _fits_the_tree(self, left: str, right: str) -> bool:
-        """Whether what is around and inside one is around and inside the other."""
+        """Return True if what is around and inside one is around and inside the other."""
         for mine, theirs in self.pairs.items():
             if not mine or not theirs:
                 continue

@@ -279,7 +279,7 @@ class _Two:
     digits: int  # of a constant that are worth telling
 
     def explained_by(self, other: Wide) -> bool:
-        """Whether the target is this, up to rounding."""
+        """Return True if the target is this, up to rounding."""
         return other.shape == self.t.shape and _norm(self.t - other) <= self.allowed
 
 

@@ -36,6 +36,9 @@ class _Scheme:
     group: int
     symmetric: bool
     inputs: bool = False  # whether activations are rounded to eight bits as well
+    columns: bool = (
+        False  # scales belong to columns: weights that are stored input by output, as Conv1D has them
+    )
 
 
 @final
@@ -142,21 +145,30 @@ def weight_of(module: object) -> Tensor | None:
 
 
 def _lattice(weight: Tensor) -> _Scheme | None:
-    """The scheme by which these numbers are integers times a step."""
-    rows = weight.reshape(weight.shape[0], -1)
+    """Return the scheme by which these numbers are integers times a step."""
     for group in _GROUPS:
-        parts = _grouped(rows, group)
-        if parts is None:
-            continue
-        for bits in _BITS:
-            levels = 2 ** (bits - 1) - 1
-            step = parts.abs().amax(1, keepdim=True) / levels
-            if _on_lattice(parts / step.clamp(min=1e-30)):
-                return _Scheme(bits, group, True)
-            low, high = parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
-            step = (high - low) / (2**bits - 1)
-            if _on_lattice((parts - low) / step.clamp(min=1e-30)):
-                return _Scheme(bits, group, False)
+        for columns in (False, True) if group and weight.dim() == 2 else (False,):
+            parts = _grouped(_rows(weight, columns), group)
+            found = None if parts is None else _levels(parts)
+            if found is not None:
+                return _Scheme(found[0], group, found[1], columns=columns)
+    return None
+
+
+def _rows(weight: Tensor, columns: bool) -> Tensor:
+    return weight.t() if columns else weight.reshape(weight.shape[0], -1)
+
+
+def _levels(parts: Tensor) -> tuple[int, bool] | None:
+    """Return the bits of a lattice that every row lies on, and True if it is symmetric."""
+    low, high = parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
+    for bits in _BITS:
+        step = parts.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        if _on_lattice(parts / step.clamp(min=1e-30)):
+            return bits, True
+        step = (high - low) / (2**bits - 1)
+        if _on_lattice((parts - low) / step.clamp(min=1e-30)):
+            return bits, False
     return None
 
 
@@ -173,18 +185,18 @@ def _on_lattice(steps: Tensor) -> bool:
 
 
 def _rounded(weight: Tensor, scheme: _Scheme) -> Tensor:
-    rows = weight.reshape(weight.shape[0], -1)
+    rows = _rows(weight, scheme.columns)
     parts = _grouped(rows, scheme.group)
     assert parts is not None
     if scheme.symmetric:
         levels = 2 ** (scheme.bits - 1) - 1
         step = (parts.abs().amax(1, keepdim=True) / levels).clamp(min=1e-30)
         moved: Tensor = (parts / step).round() * step
-        return moved.reshape(weight.shape)
-    low, high = parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
-    step = ((high - low) / (2**scheme.bits - 1)).clamp(min=1e-30)
-    shifted: Tensor = ((parts - low) / step).round() * step + low
-    return shifted.reshape(weight.shape)
+    else:
+        low, high = parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
+        step = ((high - low) / (2**scheme.bits - 1)).clamp(min=1e-30)
+        moved = ((parts - low) / step).round() * step + low
+    return moved.reshape(rows.shape).t() if scheme.columns else moved.reshape(weight.shape)
 
 
 def _with_rounded_inputs(forward: Callable[..., object]) -> Callable[..., Any]:

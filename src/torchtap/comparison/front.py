@@ -38,7 +38,7 @@ __all__ = ["captured", "compare", "is_eager", "perturbed"]
 
 
 def is_eager(thing: object) -> bool:
-    """Whether every module of this runs as plain Python, so that its hooks see all and may replace all."""
+    """Return True if every module of this runs as plain Python, so that its hooks see all and may replace all."""
     if not isinstance(thing, nn.Module) or isinstance(thing, (torch.jit.ScriptModule, fx.GraphModule)):
         return False
     return not any(
@@ -225,6 +225,8 @@ def _judged(found: PassEvidence, batches: int) -> Comparison:
     also = f" in each of {batches} batches" if batches > 1 else ""
     if found.lowered_to:
         also += f" in {found.lowered_to}, in which the reference was run too"
+    if found.beside.differs_at_padding:
+        also += f" at the positions that count; at those that a mask hides, {found.beside.differs_at_padding} differs"
     function = function_answer(found)
     outcome, verdict = decide(first, rows, found.alignment.unaligned, live=True, also=also, function=function)
     return Comparison(

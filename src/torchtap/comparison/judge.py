@@ -19,6 +19,7 @@ Not here: running models (`live`), reading recordings (`recorded`), sentences (`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
@@ -36,7 +37,7 @@ from torchtap.comparison.result import (
     Row,
     Status,
 )
-from torchtap.comparison.words import cannot_tell, counted, differs, same
+from torchtap.comparison.words import cannot_tell, counted, differs, differs_as_a_whole, same
 from torchtap.plan.names import (
     is_inside,
     join_path,
@@ -236,11 +237,13 @@ def _compensated(
 ) -> Generator[Experiment, Any, set[str]]:
     """Return the faults that do not leave a module whose own outputs, computed freely, are right."""
     held = _held(faults, _right_modules(found, rows))
-    settled = {fault.site for fault, _ in held if fault.oddity is not None}
+    settled = {fault.site for fault in faults if _makes_good(found, fault)}
+    settled |= {fault.site for fault, _ in held if fault.oddity is not None}
     inside: dict[str, set[str]] = {}
     for fault, module in held:
         if fault.oddity is None:
             inside.setdefault(module, set()).add(fault.site)
+    inside = {module: sites for module, sites in inside.items() if not sites <= settled}
     wrong = (yield Widen()) if inside else None
     for module, sites in inside.items():
         if wrong is not None:
@@ -248,6 +251,18 @@ def _compensated(
         elif (yield from _cancels(found, module, frozenset(sites))):
             settled |= sites
     return settled
+
+
+def _makes_good(found: Evidence, fault: _Fault) -> bool:
+    """Return True if a value that is wrong on the reference's inputs is right on the target's own.
+
+    The module makes good for another one: a merged LoRA, a norm folded into it. A small fault of its own would be about
+    as large in both.
+    """
+    if fault.oddity is not None:
+        return False
+    row = found.rows[fault.at]
+    return row.status in ("equal", "within") and found.alone[fault.site][0].rel_l2 > _MORE * row.error
 
 
 def _held(faults: list[_Fault], right: Collection[str]) -> list[tuple[_Fault, str]]:
@@ -273,15 +288,21 @@ def around(author: str | None, *, itself: bool) -> list[str]:
 
 
 def _right_modules(found: Evidence, rows: Sequence[Row]) -> set[str]:
-    """Return the modules whose outputs all agree, with a number among them: chosen indices may agree by chance."""
+    """Return the modules that turn the reference's inputs into the reference's outputs in the free pass.
+
+    A number must be among the outputs: chosen indices may agree by chance. If an input differs and the outputs agree,
+    the module makes good for one before it, so a larger one is right.
+    """
     outputs: dict[str, list[Row]] = {}
     for row in rows:
         if row.kind == "output":
             outputs.setdefault(row.module, []).append(row)
+    given_others = {row.module for row in rows if row.kind == "input" and row.status == "diverged"}
     return {
         module
         for module, borders in outputs.items()
-        if all(row.status in ("equal", "within") for row in borders)
+        if module not in given_others
+        and all(row.status in ("equal", "within") for row in borders)
         and any(row.site in found.numbers for row in borders)
     }
 
@@ -553,6 +574,9 @@ def decide(
 ) -> tuple[Outcome, str]:
     """Return the outcome and its sentence. ``further`` lists reasons from outside the rows that forbid "same".
 
+    The model's outputs decide as well: each site may be within what its precision explains, and all of them together
+    a different function.
+
     "Same" needs that nothing is left that could differ: the model's results, or every site, were compared and agree;
     nothing was unreadable, of another shape or NaN everywhere; a site of one side alone lies inside a module whose
     output agrees; of recordings, every step is in both, neither is damaged, and half of the sites were compared.
@@ -560,6 +584,8 @@ def decide(
     total = len(rows) + sum(each.side != "rule" for each in unaligned)
     if first is not None:
         return "differs", differs(first, rows, total, function)
+    if function is not None and not function.same and math.isfinite(function.distance):
+        return "differs", differs_as_a_whole(rows, total, function)
     why = [*doubts(rows, unaligned, live=live), *further]
     if why:
         return "cannot tell", cannot_tell(rows, total, why)

@@ -313,6 +313,12 @@ def _explained(found: PassEvidence, rows: Sequence[Row], first: FirstDifference)
     makers = (found.alone or found.beside).makers
     theirs = makers.get(first.site, (None, None))[1] if found.names is not None else None
     module = plain_module(first.module)
+    if theirs is not None and found.names is not None and found.names.get(theirs) != first.module:
+        # A module that hands on its own input is to blame for it, not the one that made the value. A Sequential has
+        # no code of its own that could be wrong.
+        inside = {place.path: place.module for place in places(found.target)}
+        partners = [path for path, name in found.names.items() if name == first.module and path]
+        theirs = next((path for path in partners if not isinstance(inside.get(path), nn.Sequential)), theirs)
     first = replace(
         first,
         module=module,
@@ -369,13 +375,13 @@ def function_answer(found: PassEvidence) -> FunctionAnswer | None:
     }
     if not results:
         return None
-    shown, positions = _counted_positions(found.trace)
+    shown = found.trace.shown
+    positions = "" if shown is None else f"the {int(shown.sum())} of {shown.numel()} positions that count"
     answers = []
     for site, value in results.items():
         reference = found.trace.values[site]
-        mine, theirs = reference, value.reshape(reference.shape).to(reference.device)
-        if shown is not None and mine.shape[:2] == shown.shape:
-            mine, theirs = mine[shown], theirs[shown]
+        mine = found.trace.counted(reference)
+        theirs = found.trace.counted(value.reshape(reference.shape).to(reference.device))
         apart = measure(mine, theirs, brief=True).rel_l2
         floor = found.floors.free.get(site, NO_FLOOR)
         allowed = max(floor.l2 * floor.margin, found.floors.allowed)
@@ -393,18 +399,6 @@ def function_answer(found: PassEvidence) -> FunctionAnswer | None:
         agreement=agreement,
         positions=positions,
     )
-
-
-def _counted_positions(trace: Trace) -> tuple[Tensor | None, str]:
-    """Return the positions that a mask among the model's inputs shows; None if there is no such mask."""
-    for event in trace.events:
-        value = trace.values[event.site]
-        if event.module or event.kind != "input" or value.dim() != 2 or value.is_floating_point():
-            continue
-        shown = value != 0
-        if bool(((value == 0) | (value == 1)).all()) and bool(shown.any()) and not bool(shown.all()):
-            return shown, f"the {int(shown.sum())} of {shown.numel()} positions that count"
-    return None, ""
 
 
 # 16 bits are too coarse to tell a difference that is undone further on from one that is real but small.

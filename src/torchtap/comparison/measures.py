@@ -212,7 +212,7 @@ class Sums:
                 self._add_guarded(offset, r, t)
 
     def _extreme(self, exponent: int, rr: float, tt: float) -> bool:
-        """Whether a piece may hold numbers that stand for infinities; its squares say so."""
+        """Return True if a piece may hold numbers that stand for infinities; its squares say so."""
         sizes = (math.sqrt(square) * 2.0**exponent for square in (rr, tt))
         return not all(size < limit for size, limit in zip(sizes, self.limits, strict=True))
 
@@ -624,7 +624,7 @@ PIECE_BYTES = 1 << 20  # a few of them stay in a core's caches
 
 
 def can_stream(dtype: str) -> bool:
-    """Whether bytes of a dtype can be measured as they lie in a file."""
+    """Return True if bytes of a dtype can be measured as they lie in a file."""
     stored = BY_NAME.get(dtype)
     return dtype == "bfloat16" or (
         stored is not None and stored.numpy is not None and not dtype.startswith("complex")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -124,6 +125,7 @@ def fresh(tree: object) -> Any:
 
 
 Feed = Callable[[Callable[..., Any]], Any]
+_FAR_AT_PADDING = 1e-3  # relative; from here on a difference at padding is mentioned
 
 
 @final
@@ -166,6 +168,29 @@ class Trace:
     layouts: dict[str, Tensor] = field(default_factory=dict)
     # Modules that were paired by their outputs alone: a leaf with a container. Their inputs are not comparable.
     output_only: frozenset[str] = frozenset()
+
+    @cached_property
+    def shown(self) -> Tensor | None:
+        """Return the positions that a mask among the model's inputs shows; None if there is no such mask."""
+        for event in self.events:
+            value = self.values[event.site]
+            if event.module or event.kind != "input" or value.dim() != 2 or value.is_floating_point():
+                continue
+            shown = value != 0
+            if bool(((value == 0) | (value == 1)).all()) and bool(shown.any()) and not bool(shown.all()):
+                return shown
+        return None
+
+    def counted(self, value: Tensor) -> Tensor:
+        """Return a value at the positions that count. Padding is computed differently by right kernels."""
+        shown = self.shown
+        if shown is None or value.dim() < 2:
+            return value
+        if value.shape[:2] == shown.shape:
+            return value[shown.to(value.device)]
+        if value.dim() == 4 and (value.shape[0], value.shape[2]) == shown.shape:  # heads before positions
+            return value.movedim(2, 1)[shown.to(value.device)]
+        return value
 
     def add(self, event: TracedValue, value: Tensor) -> None:
         """Note one more value."""
@@ -406,6 +431,7 @@ class TraceProbe:
         brief: bool = True,
         widen: bool = False,
     ) -> None:
+        self.differs_at_padding = ""  # the first site whose values differ at positions that do not count
         self._brief = brief
         self._widen = widen
         self._wide: Widened | None = None
@@ -587,7 +613,7 @@ class TraceProbe:
         whole = self._note_unmatched(frame.path, kind, author, found, expected, pairs.sites)
         for site, both in pairs.derived.items():
             self._note_maker(site, author, frame, kind, maker)
-            self.measures[site] = measure(*both, brief=self._brief)
+            self.measures[site] = measure(*map(self._trace.counted, both), brief=self._brief)
             whole = whole and self.measures[site].identical
         instead: dict[str, Tensor] = {}
         for leaf, value in found:
@@ -667,7 +693,13 @@ class TraceProbe:
             self._odd(site, self._place[site], author, "shape", why)
             return _Met.NOT
         self.dtypes[site] = value.dtype
-        self.measures[site] = measure(reference, value.detach().reshape(reference.shape), brief=self._brief)
+        both = reference, value.detach().reshape(reference.shape)
+        counted = self._trace.counted(both[0]), self._trace.counted(both[1])
+        self.measures[site] = measure(*counted, brief=self._brief)
+        if not self.differs_at_padding and counted[0] is not reference and reference.is_floating_point():
+            apart = measure(*both, brief=True).rel_l2
+            if apart > _FAR_AT_PADDING > self.measures[site].rel_l2:
+                self.differs_at_padding = site
         if (reference.dtype == torch.bool) != (value.dtype == torch.bool):
             # A mask in another spelling cannot be handed over; the model's own says the same, or proves nothing.
             return _Met.OTHERWISE_SPELT if self.measures[site].identical else _Met.NOT

@@ -64,7 +64,7 @@ class Spread:
 
     @cached_property
     def in_stages(self) -> bool:
-        """Whether ranks hold different modules, as the stages of a pipeline do."""
+        """Return True if ranks hold different modules, as the stages of a pipeline do."""
         return len({frozenset(each.run.sites()) for each in self.ranks.values()}) > 1
 
     def placement(self, site: str, step: int) -> Placement | None:
@@ -81,7 +81,7 @@ class Spread:
         return [rank for rank, names in self._known[1].items() if site in names]
 
     def are_alike(self, site: str, step: int) -> bool:
-        """Whether all ranks that have a site have the same statistics, or tensors where only these were kept."""
+        """Return True if all ranks that have a site have the same statistics, or tensors where only these were kept."""
         return len({self._print(rank, site, step) for rank in self.holders(site, step)}) < 2
 
     def _print(self, rank: int, site: str, step: int) -> tuple[float | None, ...]:
@@ -127,7 +127,7 @@ class Spread:
         return {axes[number].name for number in unknown if self._differ_along(number, placed, site, step)}
 
     def _differ_along(self, number: int, placed: Mapping[int, Placement], site: str, step: int) -> bool:
-        """Whether ranks that differ along this axis alone hold different values."""
+        """Return True if ranks that differ along this axis alone hold different values."""
         along: dict[object, set[tuple[float | None, ...]]] = {}
         for rank, each in placed.items():
             others = tuple(axis.at for at, axis in enumerate(each.axes) if at != number)
@@ -140,7 +140,7 @@ class Spread:
         return any(not read_name(site).path for site in self.run.sites() if kind_of(site) in _OF_THE_MODEL)
 
     def is_shared(self, site: str, step: int) -> bool:
-        """Whether every rank that has the value should have the same: one of them stands for all when merged."""
+        """Return True if every rank that has the value should have the same: one of them stands for all when merged."""
         placed = self.placement(site, step)
         return placed is not None and all(axis.share.kind in ("replicate", "unknown") for axis in placed.axes)
 

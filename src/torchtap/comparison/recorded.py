@@ -98,7 +98,7 @@ def compare_recordings(
 
 
 def _is_at_hand(row: Row, module: str) -> bool:
-    """Whether a module's own code has this value: its parameters, what it was given, what a child returned."""
+    """Return True if a module's own code has this value: its parameters, what it was given, what a child returned."""
     if row.module == module and row.kind in ("param", "input"):
         return True
     return bool(row.kind == "output" and row.module) and parent_path(row.module) == module

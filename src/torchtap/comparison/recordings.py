@@ -229,7 +229,7 @@ class RunRecording:
 
     @property
     def leaves_out_steps(self) -> bool:
-        """Whether a predicate decided which steps were recorded: the plan does not tell them."""
+        """Return True if a predicate decided which steps were recorded: the plan does not tell them."""
         plan = self.run.manifest.get("plan")
         taps = plan.get("taps") if isinstance(plan, dict) else None
         schedules = [tap.get("schedule") for tap in taps or () if isinstance(tap, dict)]
@@ -365,14 +365,14 @@ def _recorded_layers(folder: Path) -> set[int] | None:
 
 
 def is_layer_folder(folder: Path) -> bool:
-    """Whether a folder holds files of that layout."""
+    """Return True if a folder holds files of that layout."""
     return folder.is_dir() and any(
         path.name == _EMBEDDING_FILE or _LAYER_FILE.match(path.name) for path in folder.iterdir()
     )
 
 
 def is_live(thing: object) -> bool:
-    """Whether this is something to run."""
+    """Return True if this is something to run."""
     return callable(thing) and not isinstance(thing, (Mapping, type))
 
 

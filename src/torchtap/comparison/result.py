@@ -51,6 +51,7 @@ Outcome = Literal["same", "differs", "cannot tell"]
 Confidence = Literal["high", "medium", "low", "none"]
 COMPARED: frozenset[str] = frozenset({"equal", "within", "diverged", "compensated"})
 STATISTICS_ONLY = "statistics only"  # the note of a row that rests on them
+_WELL_COVERED = 0.75  # share of the sites that "same" with high confidence needs
 AGREES: frozenset[str] = frozenset({"equal", "within", "compensated"})
 
 
@@ -170,8 +171,11 @@ class Comparison:
 
     @property
     def confidence(self) -> Confidence:
-        """How much the outcome rests on: "high" on a proof or on equal values, "medium" on values within a floor, "low"
-        on statistics alone, "none" where the outcome is that nothing can be told."""
+        """Return what the outcome rests on.
+
+        "high": a proof, or equal values at three quarters of the sites or more. "medium": values within a floor, or
+        fewer sites. "low": statistics alone. "none": the outcome is "cannot tell".
+        """
         if self.outcome == "cannot tell":
             return "none"
         decisive = self._decisive()
@@ -179,6 +183,8 @@ class Comparison:
             return "low"
         if self.first is not None:
             return "high" if self.first.sure == "certain" else "medium"
+        if self.coverage < _WELL_COVERED:
+            return "medium"
         equal = all(row.status == "equal" for row in decisive)
         return "high" if equal or self.forwards > 0 else "medium"
 
@@ -205,12 +211,12 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether they are the same: everything that decides was compared, and nothing is over its floor."""
+        """Return True if they are the same: everything that decides was compared, and nothing is over its floor."""
         return self.outcome == "same"
 
     @property
     def diverged(self) -> bool:
-        """Whether they differ. When they do not, they may still be impossible to tell: ask `outcome`."""
+        """Return True if they differ. When they do not, they may still be impossible to tell: ask `outcome`."""
         return self.outcome == "differs"
 
     def __str__(self) -> str:

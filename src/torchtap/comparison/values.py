@@ -75,7 +75,7 @@ def _digits(dtype: DType) -> _Digits | None:
 
 
 def is_floating(dtype: DType) -> bool:
-    """Whether it holds rounded real numbers."""
+    """Return True if it holds rounded real numbers."""
     return name_of(dtype) in _DIGITS
 
 
@@ -125,7 +125,7 @@ class Value:
 
     @property
     def is_complex(self) -> bool:
-        """Whether its numbers have an imaginary part."""
+        """Return True if its numbers have an imaginary part."""
         return self.array.dtype.kind == "c"
 
     def real(self) -> Array:

@@ -9,7 +9,7 @@ from torchtap.comparison.explain import Profile
 from torchtap.comparison.result import AGREES, COMPARED, FirstDifference, FunctionAnswer, Row
 from torchtap.plan.names import parent_path, path_of, read_name
 
-__all__ = ["cannot_tell", "counted", "covered", "differs", "in_target", "named", "same"]
+__all__ = ["cannot_tell", "counted", "covered", "differs", "differs_as_a_whole", "in_target", "named", "same"]
 
 
 def counted(number: int, word: str) -> str:
@@ -23,7 +23,9 @@ def named(module: str) -> str:
 
 
 def in_target(first: FirstDifference, rows: Sequence[Row]) -> str:
-    """What the target calls the module of the first divergence: the same, unless the two have names of their own."""
+    """Return the target's name of the first difference's module: the same, unless the two have names of their own."""
+    if first.in_target:
+        return "" if first.in_target == "the model itself" else first.in_target
     for row in rows:
         if row.module == first.module and row.target_site != row.site:
             return path_of(row.target_site)
@@ -91,6 +93,13 @@ def differs(
     text = "; ".join(part for part in told if part)
     also = "" if function is None else f" They compute {function}."
     return f"{text[0].upper()}{text[1:]}. This is {first.sure}.{also}"
+
+
+def differs_as_a_whole(rows: Sequence[Row], total: int, function: FunctionAnswer) -> str:
+    """Return the verdict when no module stands out, and the outputs are too far apart for their precision."""
+    compared = sum(row.status in COMPARED for row in rows)
+    rest = "" if compared == total else f"; {covered(compared, total)}"
+    return f"They compute {function}. No module stands out: all are about as imprecise{rest}."
 
 
 def _reach(first: FirstDifference) -> Iterator[str]:

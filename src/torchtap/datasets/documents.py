@@ -22,6 +22,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchtap.datasets.shard import view_of
 from torchtap.errors import PlanError, SessionError
@@ -76,7 +77,7 @@ def units_of(source: Source, per_unit: int, done: Mapping[int, list[bytes]]) -> 
     while source.indexed and number in done:  # only the first item of a finished unit is loaded again
         known = done[number]
         inputs = next(source.take(number * per_unit), ({}, ""))[0]
-        found = [_digest(each) for each in _documents(inputs, source.batched)] if inputs else [b""]
+        found = [*map(_digest, _documents(inputs, source.batched))] if inputs else [b""]
         _compare(document, found, known[: len(found)])
         seen.update(known)
         document += len(known)
@@ -85,7 +86,12 @@ def units_of(source: Source, per_unit: int, done: Mapping[int, list[bytes]]) -> 
     while True:
         unit = Unit(number, document)
         for inputs, name in islice(items, per_unit):
-            _add(unit, inputs, name, seen, source.batched)
+            unit.items.append(inputs)
+            for digest in map(_digest, _documents(inputs, source.batched)):
+                unit.hashes.append(digest)
+                unit.kept.append(digest not in seen)
+                unit.names.append(name)
+                seen.add(digest)
         if not unit.items:
             return
         if number in done:
@@ -105,16 +111,6 @@ def _compare(first: int, found: list[bytes], known: list[bytes]) -> None:
         )
 
 
-def _add(unit: Unit, inputs: Inputs, name: str, seen: set[bytes], batched: bool) -> None:
-    unit.items.append(inputs)
-    for each in _documents(inputs, batched):
-        digest = _digest(each)
-        unit.hashes.append(digest)
-        unit.kept.append(digest not in seen)
-        unit.names.append(name)
-        seen.add(digest)
-
-
 def _documents(inputs: Inputs, batched: bool) -> Iterator[Inputs]:
     if not batched:
         yield inputs
@@ -129,14 +125,15 @@ def _documents(inputs: Inputs, batched: bool) -> Iterator[Inputs]:
 
 def _digest(document: Inputs) -> bytes:
     """Return a hash of a document's inputs. Padding does not change it."""
-    mask = document.get("attention_mask")
+    mask: Any = document.get("attention_mask")
     digest = hashlib.blake2b(digest_size=16)
+    padded = isinstance(mask, Tensor) and mask.dim() == 1
     for name in sorted(document, key=str):
         value = document[name]
-        if isinstance(mask, Tensor) and name == "attention_mask" and mask.dim() == 1:
+        if padded and name == "attention_mask":
             continue
         if isinstance(value, Tensor):
-            if isinstance(mask, Tensor) and mask.dim() == 1 and value.shape[:1] == mask.shape:
+            if padded and value.shape[:1] == mask.shape:
                 value = value[mask.bool()]
             digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}:".encode())
             digest.update(view_of(value.detach().cpu().contiguous()))
@@ -156,19 +153,15 @@ def batch_size_of(inputs: Inputs) -> int:
 
 def collate(documents: Sequence[Inputs], pad: int) -> Inputs:
     """Make a batch of single documents. Sequences of different lengths are padded at their ends and masked."""
+    tokens = [document["input_ids"] for document in documents if "input_ids" in document]
+    if len({len(each) for each in tokens}) > 1 and "attention_mask" not in documents[0]:
+        masks = [torch.ones(len(each), dtype=torch.int64) for each in tokens]
+        documents = [{**each, "attention_mask": mask} for each, mask in zip(documents, masks, strict=True)]
     batch: Inputs = {}
-    lengths = set()
     for name, first in documents[0].items():
         values = [document[name] for document in documents]
-        if not isinstance(first, Tensor):
-            batch[name] = first
-            continue
-        if name in _TOKENS:
-            lengths = {len(value) for value in values}
-        batch[name] = _stack(values, name, _PADDING.get(str(name), pad if name in _TOKENS else 0))
-    if len(lengths) > 1 and "input_ids" in batch and "attention_mask" not in batch:
-        masks = [torch.ones(len(document["input_ids"]), dtype=torch.int64) for document in documents]
-        batch["attention_mask"] = _stack(masks, "attention_mask", 0)
+        filling = _PADDING.get(str(name), pad if name in _TOKENS else 0)
+        batch[name] = _stack(values, name, filling) if isinstance(first, Tensor) else first
     return batch
 
 
@@ -180,12 +173,7 @@ def _stack(values: Sequence[Tensor], name: str | int, filling: int) -> Tensor:
         raise PlanError(
             f"inputs {name!r} of shapes {shapes} cannot be one batch: use batch_size=1, or give batches"
         )
-    joined = values[0].new_full(
-        (len(values), max(len(value) for value in values), *values[0].shape[1:]), filling
-    )
-    for row, value in zip(joined, values, strict=True):
-        row[: len(value)] = value
-    return joined
+    return pad_sequence([*values], batch_first=True, padding_value=filling)
 
 
 # -- sources --------------------------------------------------------------------------------------------------

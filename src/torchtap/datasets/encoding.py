@@ -11,14 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from torchtap.errors import PlanError
 
-__all__ = ["SCALED", "SiteStatistics", "StoredError", "decode", "dtype_of", "encode", "tensors_of"]
+__all__ = ["SCALED", "SiteStatistics", "StoredError", "decode", "dtype_of", "encode"]
 
 _NAMES = {
     "float32": torch.float32,
@@ -31,7 +31,7 @@ _NAMES = {
 }
 SCALED = ("int8", "float8_e4m3fn")
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_ELEMENTS_AT_ONCE = 1 << 17  # a float64 copy of them stays in the cache
+_ELEMENTS_AT_ONCE = 1 << 15  # a float64 copy of them stays in the cache
 
 
 def dtype_of(given: str | torch.dtype | None) -> torch.dtype | None:
@@ -93,37 +93,36 @@ class SiteStatistics:
             sums["gram"] = torch.zeros(width, width, dtype=torch.float64)
         return cls(sums)
 
-    def add(self, rows: Tensor, stored: Tensor, scale: Tensor | None) -> None:
-        """Add rows; ``stored`` is what is kept of them."""
-        lossless = stored is rows
+    def add(self, rows: Tensor, stored: Tensor | None) -> None:
+        """Add rows. ``stored`` is what a reader gets for them; None if that is the same."""
+        sums = self._sums
+        total, square = torch.zeros_like(sums["sum"]), torch.zeros_like(sums["square"])
+        squares = torch.empty(len(rows), dtype=torch.float64)
         step = max(1, _ELEMENTS_AT_ONCE // max(rows.shape[1], 1))
         for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            self._add(
-                rows[part], None if lossless else decode(stored[part], None if scale is None else scale[part])
-            )
-
-    def _add(self, rows: Tensor, kept: Tensor | None) -> None:
-        sums = self._sums
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-        finite = torch.isfinite(norms)
+            values = rows[start : start + step].double()
+            total += values.sum(0)
+            square += values.square_().sum(0)
+            torch.sum(values, 1, out=squares[start : start + step])
+        finite = torch.isfinite(squares)
         if not bool(finite.all()):
             sums["numbers"][1] += len(rows) - int(finite.sum())
-            rows, norms, kept = rows[finite], norms[finite], None if kept is None else kept[finite]
-        sums["sum"] += rows.sum(0, dtype=torch.float64)
-        sums["square"] += torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square()
-        numbers = sums["numbers"]
+            if bool(finite.any()):
+                self.add(rows[finite], None if stored is None else stored[finite])
+            return
+        sums["sum"] += total
+        sums["square"] += square
+        norms, numbers = squares.sqrt(), sums["numbers"]
         numbers[0] += len(rows)
         numbers[2] += norms.sum()
-        numbers[3] += norms.square().sum()
-        if len(norms):
-            numbers[4] = torch.maximum(numbers[4], norms.max())
+        numbers[3] += squares.sum()
+        numbers[4] = torch.maximum(numbers[4], norms.max())
         if "gram" in sums:
-            values = rows.float()
-            sums["gram"] += (values.T @ values).double()
-        if kept is not None and len(kept):
-            error = rows.double() - kept.double()
-            numbers[5] += (error * error).sum()
+            single = rows.float()
+            sums["gram"] += (single.T @ single).double()
+        if stored is not None:
+            error = rows.double() - stored.double()
+            numbers[5] += error.square().sum()
             numbers[6] = torch.maximum(numbers[6], error.abs().max())
 
     def merge(self, other: SiteStatistics) -> SiteStatistics:
@@ -135,9 +134,9 @@ class SiteStatistics:
             )
         return SiteStatistics(sums)
 
-    @property
-    def sums(self) -> Mapping[str, Tensor]:
-        return self._sums
+    def tensors(self, site: str) -> dict[str, Tensor]:
+        """Return the sums as tensors of a file."""
+        return {f"statistics/{name}/{site}": value for name, value in self._sums.items()}
 
     @property
     def rows(self) -> int:
@@ -203,13 +202,3 @@ class SiteStatistics:
             f"SiteStatistics(rows={self.rows}, mean_norm={self.mean_norm:.4g}, norm_factor={self.norm_factor:.4g}, "
             f"error={self.error.relative:.3g})"
         )
-
-
-def tensors_of(statistics: Mapping[str, SiteStatistics]) -> dict[str, Tensor]:
-    """Return statistics as tensors for a file."""
-    found: dict[str, Any] = {
-        f"statistics/{name}/{site}": value
-        for site, each in statistics.items()
-        for name, value in each.sums.items()
-    }
-    return found

@@ -16,6 +16,8 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
+import torch
+
 from torchtap.datasets.documents import Unit
 from torchtap.datasets.worker import Job, Worker
 from torchtap.errors import PlanError, SessionError, TorchtapError, needing
@@ -37,12 +39,12 @@ def drive(engine: str, workers: int, job: Job, units: Iterable[Unit]) -> Generat
 
 def _here(job: Job, units: Iterable[Unit], workers: int) -> Generator[Result]:
     """Compute in this thread and write in another: at most one unit waits."""
-    import torch
-
     threads = torch.get_num_threads()
     worker = Worker(job)
     try:
-        with ThreadPoolExecutor(1, "torchtap-harvest") as writer:
+        with ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(job.settings["threads"],)
+        ) as writer:
             writing: Future[Result] | None = None
             for unit in units:
                 content = worker.compute(unit)

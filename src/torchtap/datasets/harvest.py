@@ -1,7 +1,7 @@
 """``harvest``: run a model over data and store the values at some sites as a folder of shuffled rows.
 
-The folder: ``activations.json`` (settings), ``shard-<unit>.safetensors``, and, when all units are done, ``index.json``
-and ``statistics.safetensors``. It guarantees:
+The folder: ``activations.json`` (settings), ``shard-<unit>.safetensors``, and, when all units are done, ``index.json``.
+It guarantees:
 
 - a document is stored with its unit, which appears whole or not at all, and is never written again;
 - interrupted at any moment and called again, it goes on after the finished units, and the files are the same as
@@ -15,36 +15,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from torchtap.datasets.documents import Inputs, Source, source_of, units_of
-from torchtap.datasets.encoding import SiteStatistics, dtype_of, tensors_of
+from torchtap.datasets.documents import Inputs, source_of, units_of
+from torchtap.datasets.encoding import dtype_of
 from torchtap.datasets.engines import drive
-from torchtap.datasets.reader import Activations, open_activations
+from torchtap.datasets.reader import Activations
 from torchtap.datasets.rows import RowFunction, RowSelector
-from torchtap.datasets.shard import (
-    FORMAT,
-    INDEX,
-    MANIFEST,
-    STATISTICS,
-    Shard,
-    pack,
-    read_json,
-    shard_name,
-    unit_number,
-)
+from torchtap.datasets.shard import FORMAT, INDEX, MANIFEST, read_json, shard_name
 from torchtap.datasets.worker import Job, accepted_names
 from torchtap.errors import OutputError, PlanError, SessionError
 from torchtap.sanitize import shown
 from torchtap.spi import SharedFolder
 
-__all__ = ["Progress", "harvest"]
+__all__ = ["Progress", "harvest", "writing"]
 
 _WINDOWS = {"sample": 4096}  # documents of a shard; 64 for other rows
 
@@ -115,7 +105,7 @@ def harvest(
         of a value; ``batch_size=1`` avoids it.
     exclude: token ids without a row, or a function of the inputs that returns True for positions to leave out. None
         leaves out the tokenizer's special tokens. Padding never has a row.
-    window: documents of a shard. Rows are permuted within it. Memory is about three times a shard.
+    window: documents of a shard. Rows are permuted within it. Memory is three to four times a shard.
     shuffle, seed: False keeps the order of the documents.
     covariance: also sum the outer products of rows (about 8 % of the forward of a transformer's layer, for each site).
     engine, workers: ``"here"``, ``"processes"``, ``"ray"`` or ``"dask"``. The files are the same.
@@ -130,6 +120,8 @@ def harvest(
     if exclude is None and tokenizer is not None:
         exclude = tuple(getattr(tokenizer, "all_special_ids", ()))
     selectors = tuple(sites) if isinstance(sites, (list, tuple)) else (sites,)
+    if any(type(each) is not int or each < 1 for each in (batch_size, window or 1, workers)):
+        raise PlanError(f"{batch_size=}, {window=}, {workers=}: these are numbers from 1 on")
     settings: dict[str, Any] = {
         "format": FORMAT,
         "sites": [str(each) for each in selectors],
@@ -144,61 +136,66 @@ def harvest(
         "covariance": covariance,
         "items": source.length,
     }
+    chosen = {
+        "items_per_shard": max(1, settings["window"] // source.first),
+        "threads": torch.get_num_threads(),
+    }
+    with writing(out, settings, chosen) as acts:
+        if not acts.complete:
+            done, expected = {}, {}
+            for shard in acts.opened():
+                hashes = bytes(shard.read("documents/hash").numpy())
+                done[int(shard.facts["unit"])] = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
+                if shard.sites:
+                    expected = {"model": shard.facts["model"], "sites": shard.sites}
+            pad = int(getattr(tokenizer, "pad_token_id", None) or 0)
+            job = Job(model, selectors, acts.path, rows, exclude, pad, acts.settings, expected)
+            units = units_of(source, acts.settings["items_per_shard"], done)
+            before = (sum(map(len, done.values())), len(acts), acts.nbytes)
+            report = _Reporter(progress, None if source.batched else source.length, before)
+            engine = engine or ("processes" if workers > 1 else "here")
+            with closing(drive(engine, workers, job, units)) as results:
+                for result in results:
+                    report.add(result)
+    return Activations(acts.path)
+
+
+@contextmanager
+def writing(
+    out: str | os.PathLike[str], settings: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> Iterator[Activations]:
+    """Become the writer of a folder; at the end of the block, write the index that makes it complete.
+
+    A new folder gets ``settings`` and ``chosen``. One that was begun must have the same settings.
+    """
     folder = SharedFolder(out)
-    _check_numbers(batch_size, settings["window"], workers)
     folder.make()
     folder.lock()
     try:
-        settings = _begin(folder, settings, source)
-        if INDEX not in folder.names():
-            done, shared = _done(folder)
-            job = Job(
-                model=model,
-                sites=selectors,
-                out=folder.path,
-                rows=rows,
-                dtype=settings["dtype"],
-                batch_size=batch_size,
-                batched=source.batched,
-                pad=int(getattr(tokenizer, "pad_token_id", None) or 0),
-                exclude=exclude,
-                seed=seed,
-                shuffle=shuffle,
-                covariance=covariance,
-                threads=settings["threads"],
-                expected=shared,
-            )
-            units = units_of(source, settings["items_per_shard"], done)
-            total = None if source.batched else settings["items"]
-            report = _Reporter(progress, total, [*_shards(folder)] if progress else ())
-            chosen = engine or ("processes" if workers > 1 else "here")
-            with closing(drive(chosen, workers, job, units)) as results:
-                for result in results:
-                    report.add(result)
-            _finish(folder)
+        names = folder.names()
+        if MANIFEST not in names:
+            if names:
+                raise OutputError(
+                    f"{folder.path} has other files: {shown(', '.join(names[:3]))}. Give an empty folder"
+                )
+            folder.put(MANIFEST, [json.dumps({**settings, **chosen}, indent=1).encode()])
+        _compare(folder, settings)
+        acts = Activations(folder.path)
+        yield acts
+        if not acts.complete:
+            shards = [*Activations(folder.path).opened()]
+            for number, shard in enumerate(shards):
+                if shard.name != shard_name(number):
+                    raise SessionError(f"{shard_name(number)} is missing in {folder.path}; start again")
+            listed = [{"name": shard.name, "rows": shard.rows, "bytes": shard.nbytes} for shard in shards]
+            index = {"format": FORMAT, "rows": sum(shard.rows for shard in shards), "shards": listed}
+            folder.put(INDEX, [json.dumps(index, indent=1).encode()])
+            folder.sync()
     finally:
         folder.unlock()
-    return open_activations(folder.path)
 
 
-def _check_numbers(*numbers: Any) -> None:
-    if any(type(each) is not int or each < 1 for each in numbers):
-        raise PlanError(
-            f"batch_size, window and workers are numbers from 1 on, not {', '.join(map(str, numbers))}"
-        )
-
-
-def _begin(folder: SharedFolder, settings: dict[str, Any], source: Source) -> dict[str, Any]:
-    """Write the settings into a new folder, or compare them with those it was begun with."""
-    names = folder.names()
-    if MANIFEST not in names:
-        if names:
-            raise OutputError(
-                f"{folder.path} has other files: {shown(', '.join(names[:3]))}. Give an empty folder"
-            )
-        per_shard = max(1, settings["window"] // source.first)
-        begun = {**settings, "items_per_shard": per_shard, "threads": torch.get_num_threads()}
-        folder.put(MANIFEST, [json.dumps(begun, indent=1).encode()])
+def _compare(folder: SharedFolder, settings: Mapping[str, Any]) -> None:
     begun = read_json(folder, MANIFEST)
     other = {name: (begun.get(name), value) for name, value in settings.items() if begun.get(name) != value}
     if None in other.get("items", ()):  # the length of an iterator is not known
@@ -208,7 +205,6 @@ def _begin(folder: SharedFolder, settings: dict[str, Any], source: Source) -> di
         raise SessionError(
             f"{folder.path} was begun with other settings: {words}. Use the same, or another folder"
         )
-    return begun
 
 
 def _spelled(given: Any) -> str:
@@ -217,78 +213,31 @@ def _spelled(given: Any) -> str:
     return f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', type(given).__name__)}"
 
 
-def _shards(folder: SharedFolder) -> Iterable[Shard]:
-    numbers = sorted(number for name in folder.names() if (number := unit_number(name)) is not None)
-    for number in numbers:
-        shard = Shard(folder, shard_name(number))
-        yield shard
-        shard.close()
-
-
-def _done(folder: SharedFolder) -> tuple[dict[int, list[bytes]], dict[str, Any]]:
-    """Return the hashes of the documents of each unit that is done, and the facts that all shards share."""
-    found, shared = {}, {}
-    for shard in _shards(folder):
-        hashes = bytes(shard.whole("documents/hash").numpy())
-        found[int(shard.facts["unit"])] = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
-        if shard.sites:
-            shared = {"model": shard.facts["model"], "sites": shard.sites}
-    return found, shared
-
-
-def _finish(folder: SharedFolder) -> None:
-    """Write the index and the merged statistics of a folder whose shards are all there."""
-    shards: list[Shard] = []
-    statistics: dict[str, SiteStatistics] = {}
-    tokens = torch.zeros(0, dtype=torch.int64)
-    for number, shard in enumerate(_shards(folder)):
-        if shard.facts["unit"] != number:
-            raise SessionError(f"{shard_name(number)} is missing in {folder.path}; harvest again")
-        shards.append(shard)
-        for site, found in shard.all_statistics().items():
-            statistics[site] = statistics[site].merge(found) if site in statistics else found
-        counts = shard.whole("token_counts")
-        wider = max(len(tokens), len(counts))
-        padded = [nn.functional.pad(each, (0, wider - len(each))) for each in (tokens, counts)]
-        tokens = padded[0] + padded[1]
-    write_end(folder, shards, tensors_of(statistics), tokens)
-
-
-def write_end(
-    folder: SharedFolder, shards: Sequence[Shard], statistics: Mapping[str, Tensor], tokens: Tensor
-) -> None:
-    """Write the two files that make a folder complete."""
-    rows = sum(shard.rows for shard in shards)
-    folder.put(STATISTICS, pack({}, {**statistics, "token_counts": tokens}, {"rows": rows, "sites": {}}))
-    listed = [{"name": shard.name, "rows": shard.rows, "bytes": shard.nbytes} for shard in shards]
-    folder.put(INDEX, [json.dumps({"format": FORMAT, "rows": rows, "shards": listed}, indent=1).encode()])
-    folder.sync()
-
-
 @final
 class _Reporter:
-    """Counts what is committed and reports it."""
+    """Counts the documents, rows and bytes that are committed, and reports them."""
 
     def __init__(
-        self, progress: bool | Callable[[Progress], object], total: int | None, done: Sequence[Shard]
+        self,
+        progress: bool | Callable[[Progress], object],
+        total: int | None,
+        before: tuple[int, int, int],
     ) -> None:
         self._report = progress if callable(progress) else _print if progress else None
         self._total = total
-        self._before = [len(each.whole("documents/hash")) for each in done], [each.rows for each in done]
-        self._counts = [sum(self._before[0]), sum(self._before[1]), sum(each.nbytes for each in done)]
+        self._before, self._counts = before, [*before]
         self._began = time.monotonic()
 
     def add(self, result: Mapping[str, Any]) -> None:
         for index, name in enumerate(("documents", "rows", "bytes")):
             self._counts[index] += result[name]
-        if self._report is None:
-            return
-        documents, rows, size = self._counts
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        new = max(documents - sum(self._before[0]), 1)
-        left = None if self._total is None else (self._total - documents) * seconds / new
-        speed = (rows - sum(self._before[1])) / seconds
-        self._report(Progress(documents, self._total, rows, size, speed, left))
+        if self._report is not None:
+            documents, rows, size = self._counts
+            seconds = max(time.monotonic() - self._began, 1e-9)
+            new = max(documents - self._before[0], 1)
+            left = None if self._total is None else (self._total - documents) * seconds / new
+            speed = (rows - self._before[1]) / seconds
+            self._report(Progress(documents, self._total, rows, size, speed, left))
 
 
 def _print(progress: Progress) -> None:

@@ -30,7 +30,6 @@ from torchtap.datasets.shard import (
     IDENTITY,
     INDEX,
     MANIFEST,
-    STATISTICS,
     Buffers,
     Shard,
     read_json,
@@ -91,9 +90,7 @@ class Activations(Dataset[dict[str, Any]]):
             shard.close()
         # New shards come last: rows that were counted keep their numbers while this object lives.
         self._shards += new
-        self._starts = np.concatenate([[0], np.cumsum([shard.rows for shard in self._shards])]).astype(
-            np.int64
-        )
+        self._starts = np.cumsum([0, *(shard.rows for shard in self._shards)], dtype=np.int64)
         self._site_facts = next((shard.sites for shard in self._shards if shard.sites), {})
         self.__dict__.pop("statistics", None)
         return len(new)
@@ -115,14 +112,15 @@ class Activations(Dataset[dict[str, Any]]):
     def shards(self) -> list[str]:
         return [shard.name for shard in self._shards]
 
+    def opened(self) -> Iterator[Shard]:
+        """Yield the shards, ready for reading, in the order of their rows."""
+        return (self._shard(number) for number in range(len(self._shards)))
+
     @property
     def documents(self) -> int:
         """Number of documents with rows or without, repeated ones left out."""
-        return sum(
-            int((shard.whole("documents/rows") >= 0).sum())
-            for shard in self._shards
-            if "documents/rows" in shard
-        )
+        found = (shard.read("documents/rows") for shard in self.opened() if "documents/rows" in shard)
+        return sum(int((rows >= 0).sum()) for rows in found)
 
     @property
     def progress(self) -> float | None:
@@ -140,26 +138,20 @@ class Activations(Dataset[dict[str, Any]]):
     @cached_property
     def statistics(self) -> dict[str, SiteStatistics]:
         """Statistics of each site over the rows that are written."""
-        if self.complete:
-            merged = Shard(self._folder, STATISTICS)
-            found = merged.all_statistics()
-            merged.close()
-            return found
-        found = {}
-        for number in range(len(self._shards)):
-            for site, one in self._shard(number).all_statistics().items():
+        found: dict[str, SiteStatistics] = {}
+        for shard in sorted(self.opened(), key=lambda each: each.name):  # sums depend on the order
+            for site, one in shard.statistics().items():
                 found[site] = found[site].merge(one) if site in found else one
         return found
 
     @property
     def token_counts(self) -> Tensor:
-        """Number of rows of each token id. Needs a complete folder."""
-        if not self.complete:
-            raise SessionError("tokens are counted when the folder is complete")
-        merged = Shard(self._folder, STATISTICS)
-        counts = merged.whole("token_counts")
-        merged.close()
-        return counts
+        """Number of rows of each token id."""
+        found = [shard.read("token_counts") for shard in self.opened() if "token_counts" in shard]
+        total = torch.zeros(max((len(counts) for counts in found), default=0), dtype=torch.int64)
+        for counts in found:
+            total[: len(counts)] += counts
+        return total
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "incomplete"
@@ -194,23 +186,25 @@ class Activations(Dataset[dict[str, Any]]):
         stop = len(self) if stop is None else min(stop, len(self))
         return self.gather([(start, max(start, stop))], [column])[column]
 
-    def gather(self, ranges: Sequence[tuple[int, int]], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Return columns of ranges of rows, one after another."""
+    def gather(
+        self, ranges: Sequence[tuple[int, int]], columns: Sequence[str], decoded: bool = True
+    ) -> dict[str, Tensor]:
+        """Return columns of ranges of rows, one after another; as they are stored if not ``decoded``."""
         pieces = [piece for start, stop in ranges for piece in self._pieces(start, stop)]
         found = {}
         for column in columns:
-            scaled = self._site_facts.get(column, {}).get("dtype") in SCALED
-            scale = self._stored(pieces, f"scale/{column}") if scaled else None
-            found[column] = decode(self._stored(pieces, column), scale)
+            found[column] = self._stored(pieces, column)
+            if decoded and self._site_facts.get(column, {}).get("dtype") in SCALED:
+                found[column] = decode(found[column], self._stored(pieces, f"scale/{column}"))
         return found
 
-    def stored(self, ranges: Sequence[tuple[int, int]], column: str) -> Tensor:
-        """Return a column of ranges of rows, one after another, as it is stored."""
-        return self._stored([piece for start, stop in ranges for piece in self._pieces(start, stop)], column)
-
     def _stored(self, pieces: Sequence[tuple[int, int, int]], column: str) -> Tensor:
+        shard = next((each for each in self._shards if column in each), None)
+        if shard is None:
+            raise RunNotFoundError(f"{self.path} has no rows yet")
+        _, dtype, shape = shard.place(column)
         count = sum(stop - start for _, start, stop in pieces)
-        out = self._empty(column, count)
+        out = self._buffers.empty((count, *shape[1:]), dtype)
         buffer, width = view_of(out), out.nbytes // max(count, 1)
         at = 0
         for number, start, stop in pieces:
@@ -223,13 +217,6 @@ class Activations(Dataset[dict[str, Any]]):
         """Return the first row, the number of rows and the rows of a block of each shard."""
         starts = self._starts[:-1].tolist()
         return [(start, shard.rows, shard.block) for start, shard in zip(starts, self._shards, strict=True)]
-
-    def _empty(self, column: str, count: int) -> Tensor:
-        for shard in self._shards:
-            if column in shard:
-                _, dtype, shape = shard.place(column)
-                return self._buffers.empty((count, *shape[1:]), dtype)
-        raise RunNotFoundError(f"{self.path} has no rows yet")
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Cut a range of rows at the ends of shards: (shard, first row, end)."""
@@ -286,7 +273,7 @@ class Activations(Dataset[dict[str, Any]]):
 
     def verify(self) -> int:
         """Check every byte against its checksum; return the number of bytes. Raise ``RunCorruptError`` for damage."""
-        for name in [*self.shards, *([STATISTICS] if self.complete else [])]:
+        for name in self.shards:
             Shard(self._folder, name).verify()
         return self.nbytes
 
@@ -342,24 +329,24 @@ class Activations(Dataset[dict[str, Any]]):
                 f"{self.path} was shuffled as a whole: its documents are in {self.settings['source']}"
             )
         chosen = self.columns(sites)
-        for number in range(len(self._shards)):
-            shard = self._shard(number)
-            identity = {name: shard.read(name) for name in IDENTITY}
-            order = np.lexsort((identity["position"].numpy(), identity["document"].numpy()))
-            values = {site: shard.values(site)[torch.from_numpy(order)] for site in chosen if site in shard}
-            ordered = {name: value[torch.from_numpy(order)] for name, value in identity.items()}
+        for start, shard in zip(self._starts.tolist(), self.opened(), strict=False):
+            if not shard.rows:
+                continue
+            found = self.gather([(start, start + shard.rows)], [*chosen, *IDENTITY])
+            order = torch.from_numpy(np.lexsort((found["position"].numpy(), found["document"].numpy())))
+            ordered = {name: value[order] for name, value in found.items()}
             names = shard.facts.get("names")
             numbers, counts = torch.unique_consecutive(ordered["document"], return_counts=True)
-            start = 0
+            at = 0
             for document, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-                rows = slice(start, start + count)
-                start += count
+                rows = slice(at, at + count)
+                at += count
                 yield Document(
                     document,
                     names[document - shard.facts["first"]] if names else "",
                     ordered["position"][rows],
                     ordered["token"][rows],
-                    {site: value[rows] for site, value in values.items()},
+                    {site: ordered[site][rows] for site in chosen},
                 )
 
     to_parquet = export.to_parquet
@@ -423,31 +410,22 @@ class Batches(IterableDataset[dict[str, Tensor]]):
 
     def _order(self, epoch: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the first row and the end of each block, in the order of an epoch."""
-        starts = [np.arange(at, at + rows, block) for at, rows, block in self._shards]
-        ends = [
-            np.minimum(np.arange(at, at + rows, block) + block, at + rows) for at, rows, block in self._shards
-        ]
-        first, last = (
-            np.concatenate([[], *starts]).astype(np.int64),
-            np.concatenate([[], *ends]).astype(np.int64),
-        )
+        first = [np.arange(at, at + rows, block) for at, rows, block in self._shards]
+        # A block ends where the next one begins.
+        blocks = np.concatenate([*first, [self._rows]]).astype(np.int64)
         if not self._shuffle:
-            return first, last
+            return blocks[:-1], blocks[1:]
         key = np.array([self._seed % (1 << 64), epoch + (1 << 63)], dtype=np.uint64)
-        order = np.argsort(np.random.Philox(key=key).random_raw(len(first)), kind="stable")
-        return first[order], last[order]
+        order = np.argsort(np.random.Philox(key=key).random_raw(len(blocks) - 1), kind="stable")
+        return blocks[order], blocks[order + 1]
 
     def _batch(
         self, number: int, starts: np.ndarray[Any, Any], edges: np.ndarray[Any, Any]
     ) -> dict[str, Tensor]:
         low, high = number * self._size, min((number + 1) * self._size, self._rows)
-        block = int(np.searchsorted(edges, low, side="right")) - 1
+        first, last = np.searchsorted(edges, (low, high - 1), side="right")
         ranges = []
-        while low < high:
-            skip = low - int(edges[block])
-            begin = int(starts[block]) + skip
-            take = min(high, int(edges[block + 1])) - low
-            ranges.append((begin, begin + take))
-            low += take
-            block += 1
+        for block in range(first - 1, last):
+            shift = int(starts[block]) - int(edges[block])
+            ranges.append((max(low, int(edges[block])) + shift, min(high, int(edges[block + 1])) + shift))
         return self._acts.gather(ranges, self._columns)

@@ -7,7 +7,6 @@ slices, and written once. An interrupted pass goes on after its finished shards.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtap.datasets.encoding import SCALED, tensors_of
-from torchtap.datasets.harvest import write_end
+from torchtap.datasets.encoding import SCALED
+from torchtap.datasets.harvest import writing
 from torchtap.datasets.reader import Activations, open_activations
-from torchtap.datasets.shard import FORMAT, IDENTITY, INDEX, MANIFEST, Shard, pack, read_json, shard_name
+from torchtap.datasets.shard import IDENTITY, pack, shard_name
 from torchtap.datasets.worker import permutation
 from torchtap.errors import OutputError, SessionError
 from torchtap.spi import SharedFolder
@@ -50,49 +49,17 @@ def reshuffle(
     folder = SharedFolder(out)
     if folder.path == acts.path:
         raise OutputError("reshuffle writes into another folder than it reads from")
-    settings = {**acts.settings, "format": FORMAT, "seed": seed, "reshuffled": True, "source": acts.path}
+    settings = {**acts.settings, "seed": seed, "reshuffled": True, "source": acts.path}
     settings |= {"items": count, "items_per_shard": 1}
-    folder.make()
-    folder.lock()
-    try:
-        _begin(folder, settings)
-        if INDEX not in folder.names():
-            _write(acts, folder, seed, count, progress)
-    finally:
-        folder.unlock()
-    return open_activations(folder.path)
-
-
-def _begin(folder: SharedFolder, settings: dict[str, Any]) -> None:
-    names = folder.names()
-    if MANIFEST not in names and names:
-        raise OutputError(f"{folder.path} has other files; give an empty folder")
-    if MANIFEST not in names:
-        folder.put(MANIFEST, [json.dumps(settings, indent=1).encode()])
-    elif read_json(folder, MANIFEST) != settings:
-        raise SessionError(f"{folder.path} was begun with another source, seed or number of shards")
-
-
-def _write(
-    acts: Activations,
-    folder: SharedFolder,
-    seed: int,
-    count: int,
-    progress: Callable[[int, int], object] | None,
-) -> None:
     cuts = [_cut(seed, number, rows, count) + start for number, (start, rows, _) in enumerate(acts.spans())]
-    listed, done = [], set(folder.names())
-    facts = Shard(SharedFolder(acts.path), acts.shards[0]).facts
-    for number in range(count):
-        name = shard_name(number)
-        if name not in done:
-            ranges = [(int(cut[number]), int(cut[number + 1])) for cut in cuts]
-            _write_shard(acts, folder, [each for each in ranges if each[0] < each[1]], (seed, number), facts)
-        listed.append(Shard(folder, name))
-        listed[-1].close()
-        if progress is not None:
-            progress(number + 1, count)
-    write_end(folder, listed, tensors_of(acts.statistics), acts.token_counts)
+    with writing(out, settings, {}) as mixed:
+        for number in range(count):
+            if shard_name(number) not in mixed.shards:
+                ranges = [(int(cut[number]), int(cut[number + 1])) for cut in cuts]
+                _write_shard(acts, folder, [each for each in ranges if each[0] < each[1]], seed, number)
+            if progress is not None:
+                progress(number + 1, count)
+    return Activations(mixed.path)
 
 
 def _cut(seed: int, number: int, rows: int, count: int) -> np.ndarray[Any, Any]:
@@ -104,20 +71,21 @@ def _cut(seed: int, number: int, rows: int, count: int) -> np.ndarray[Any, Any]:
 
 
 def _write_shard(
-    acts: Activations,
-    folder: SharedFolder,
-    ranges: list[tuple[int, int]],
-    key: tuple[int, int],
-    facts: dict[str, Any],
+    acts: Activations, folder: SharedFolder, ranges: list[tuple[int, int]], seed: int, number: int
 ) -> None:
+    first = next(shard for shard in acts.opened() if shard.sites)
     rows = sum(stop - start for start, stop in ranges)
-    order = permutation(key[0], key[1] + (1 << 61), rows)
+    order = permutation(seed, number + (1 << 61), rows)
+    scaled = [f"scale/{site}" for site, each in first.sites.items() if each["dtype"] in SCALED]
     columns = {}
-    scaled = [f"scale/{site}" for site, each in facts["sites"].items() if each["dtype"] in SCALED]
-    for column in (*IDENTITY, *facts["sites"], *scaled):
-        found = acts.stored(ranges, column)
-        raw = found.view(torch.int8) if found.element_size() == 1 else found
+    for column in (*IDENTITY, *first.sites, *scaled):
+        found = acts.gather(ranges, [column], decoded=False)[column]
+        raw = found.view(torch.int8) if found.element_size() == 1 else found  # fp8 cannot be indexed
         columns[column] = raw[order].view(found.dtype)
         del found, raw
-    kept = {"unit": key[1], "first": 0, "rows": rows, "sites": facts["sites"], "model": facts["model"]}
-    folder.put(shard_name(key[1]), pack(columns, {}, kept))
+    if number == 0:  # sums of all rows: it does not matter where they are
+        columns["token_counts"] = acts.token_counts
+        for site, each in acts.statistics.items():
+            columns |= each.tensors(site)
+    facts = {"unit": number, "first": 0, "rows": rows, "sites": first.sites, "model": first.facts["model"]}
+    folder.put(shard_name(number), pack(columns, facts, first.block))

@@ -1,8 +1,9 @@
 """One shard: a safetensors file with the rows of one unit, its documents and its statistics.
 
 Tensors: ``document``, ``position``, ``token`` and one per site with a row each, all in one order; ``scale/<site>`` for
-dtypes with scales; ``documents/…``, one entry per document of the unit; ``statistics/…``. The head has a crc32 of
-itself and one for each block of rows of each tensor, so that a reader checks what it reads and no more.
+dtypes with scales; ``documents/…``, one entry per document of the unit; ``statistics/…``. Every tensor is cut into
+blocks along its first dimension. The last tensor has a crc32 of each block, so that a file is written in one pass and
+a reader checks what it reads and no more. The head has a crc32 of itself.
 
 It guarantees: a damaged head or block raises ``RunCorruptError``; the same rows give the same bytes.
 """
@@ -13,16 +14,17 @@ import json
 import math
 import struct
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtap.datasets.encoding import SiteStatistics, decode
+from torchtap.datasets.encoding import SiteStatistics
 from torchtap.errors import RunCorruptError, RunFormatError, RunNotFoundError
-from torchtap.sanitize import JSON_LIMIT, parse_json, storable
+from torchtap.sanitize import JSON_LIMIT, parse_json
 from torchtap.spi import SharedFolder
 
 __all__ = [
@@ -30,9 +32,10 @@ __all__ = [
     "IDENTITY",
     "INDEX",
     "MANIFEST",
-    "STATISTICS",
     "Buffers",
+    "Column",
     "Shard",
+    "block_rows",
     "pack",
     "read_json",
     "shard_name",
@@ -43,12 +46,13 @@ __all__ = [
 FORMAT = 1
 MANIFEST = "activations.json"
 INDEX = "index.json"
-STATISTICS = "statistics.safetensors"
 IDENTITY = ("document", "position", "token")
 _KEY = "torchtap.activations"
+_CHECKS = "checksums"
 _LARGEST_HEAD = 64 << 20
 _BLOCK_BYTES = 512 << 10
 _SMALL = 1 << 20
+_ALIGNED = 64
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -103,8 +107,9 @@ class Buffers:
         if not self._free.get(room):
             self._free = {room: []}  # buffers of other sizes are released
         free = self._free[room]
-        whole = free.pop() if free else np.empty(room, np.uint8)
-        lease = whole[:size]
+        whole = free.pop() if free else np.empty(room + _ALIGNED, np.uint8)
+        start = -whole.ctypes.data % _ALIGNED  # matrix products depend on the alignment in their last bits
+        lease = whole[start : start + size]
         key = id(lease)
 
         def come_back(_: Any) -> None:
@@ -115,50 +120,57 @@ class Buffers:
         return torch.frombuffer(lease, dtype=dtype).view(*shape)
 
 
-def block_rows(columns: Sequence[Tensor]) -> int:
+@final
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A tensor that is made block by block while its file is written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Iterable[Tensor]
+
+
+def block_rows(row_bytes: int) -> int:
     """Return the rows of a block: a power of two, for which the widest column has at most 512 KiB."""
-    widest = max(column[:1].nbytes if len(column) else 1 for column in columns)
-    return max(1, 1 << (_BLOCK_BYTES // max(widest, 1)).bit_length() - 1) if widest < _BLOCK_BYTES else 1
+    return 1 << max(0, (_BLOCK_BYTES // max(row_bytes, 1)).bit_length() - 1)
 
 
 def pack(
-    rows: Mapping[str, Tensor], others: Mapping[str, Tensor], facts: Mapping[str, Any]
-) -> list[bytes | memoryview]:
-    """Return the bytes of a file with tensors of rows and other tensors. Its facts are JSON."""
-    every = {**rows, **others}
-    # Large elements first: then every tensor is aligned, whatever the number of rows is.
-    names = sorted(every, key=lambda name: -every[name].element_size())
-    buffers = [view_of(every[name]) for name in names]
-    block = block_rows(list(rows.values())) if rows else 1
-    checks = {
-        storable(name): _checks(buffer, _row_bytes(every[name]) * block if name in rows else len(buffer))
-        for name, buffer in zip(names, buffers, strict=True)
-    }
-    table: dict[str, Any] = {}
+    tensors: Mapping[str, Tensor | Column], facts: Mapping[str, Any], block: int
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file. A tensor is read when its turn comes; a view is valid until the next one."""
+    laid: dict[str, Tensor | Column] = {}
     offset = 0
-    for name, buffer in zip(names, buffers, strict=True):
-        tensor = every[name]
-        span = [offset, offset + len(buffer)]
-        table[storable(name)] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": span,
-        }
-        offset += len(buffer)
-    text = json.dumps({**facts, "block": block, "crc32": checks}, sort_keys=True)
+    for name, tensor in tensors.items():
+        if offset % 8:  # elements are aligned, and the format allows no gaps
+            laid[f"padding/{name}"] = torch.zeros(-offset % 8, dtype=torch.uint8)
+            offset += -offset % 8
+        laid[name] = tensor
+        offset += math.prod(tensor.shape) * tensor.dtype.itemsize
+    count = sum(-(-tensor.shape[0] // block) for tensor in laid.values())
+    yield _head({**laid, _CHECKS: torch.empty(count, 4, dtype=torch.uint8)}, {**facts, "block": block})
+    checks = []
+    for tensor in laid.values():
+        for piece in tensor.blocks if isinstance(tensor, Column) else tensor.split(block):
+            if len(piece):
+                view = view_of(piece.contiguous())
+                checks.append(SharedFolder.checksum(view))
+                yield view
+    yield np.array(checks, dtype="<u4").tobytes()
+
+
+def _head(tensors: Mapping[str, Tensor | Column], facts: Mapping[str, Any]) -> bytes:
+    table, offset = {}, 0
+    for name, tensor in tensors.items():
+        end = offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        found = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [offset, end]}
+        table[name] = found
+        offset = end
+    text = json.dumps(facts, sort_keys=True)
     check = SharedFolder.checksum((text + json.dumps(table, sort_keys=True)).encode())
     head = json.dumps({"__metadata__": {_KEY: text, "crc32": f"{check:08x}"}, **table}).encode()
-    head += b" " * (-(8 + len(head)) % 64)
-    return [struct.pack("<Q", len(head)), head, *buffers]
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return tensor.nbytes // len(tensor) if len(tensor) else 1
-
-
-def _checks(buffer: memoryview, chunk: int) -> list[str]:
-    starts = range(0, len(buffer), max(chunk, 1))
-    return [f"{SharedFolder.checksum(buffer[start : start + chunk]):08x}" for start in starts]
+    head += b" " * (-(8 + len(head)) % _ALIGNED)
+    return struct.pack("<Q", len(head)) + head
 
 
 @final
@@ -174,17 +186,28 @@ class Shard:
             (length,) = struct.unpack("<Q", file.read(0, 8))
             if length > min(_LARGEST_HEAD, file.size):
                 raise RunCorruptError("its head is too long")
-            head = parse_json(file.read(8, length))
-            self.facts, self._table = _checked(head)
+            self.facts, self._table = _checked(parse_json(file.read(8, length)))
             self._start = 8 + length
-            if any(self._start + each["data_offsets"][1] > file.size for each in self._table.values()):
+            self.nbytes: int = self._start + max(each["data_offsets"][1] for each in self._table.values())
+            if self.nbytes > file.size:
                 raise RunCorruptError("it is shorter than its head says")
+            self.rows, self.block = int(self.facts["rows"]), int(self.facts["block"])
+            self._first = self._first_checks()
         except (RunCorruptError, ValueError, KeyError, TypeError, struct.error) as error:
             raise RunCorruptError(f"{name} is damaged: {error}") from None
-        self.rows = int(self.facts["rows"])
-        self.block = int(self.facts["block"])
-        self._offsets: dict[str, int] = {}  # of the columns that were read
-        self._unchecked: dict[str, set[int]] = {}  # their blocks whose checksum was not compared yet
+        self._checks: list[int] = []  # read with the first rows
+        self._compared = bytearray(self._table[_CHECKS]["shape"][0])  # 1 for each block that was checked
+
+    def _first_checks(self) -> dict[str, int]:
+        """Return the number of the first checksum of each tensor."""
+        found, count = {}, 0
+        for name, facts in sorted(self._table.items(), key=lambda item: item[1]["data_offsets"]):
+            if name != _CHECKS:
+                found[name] = count
+                count += -(-facts["shape"][0] // self.block)
+        if count != self._table[_CHECKS]["shape"][0]:
+            raise RunCorruptError("its checksums do not fit its tensors")
+        return found
 
     def _open(self) -> Any:
         if self._file is None:
@@ -201,96 +224,70 @@ class Shard:
         return {**self.__dict__, "_file": None}
 
     @property
-    def nbytes(self) -> int:
-        return int(self._start + max((each["data_offsets"][1] for each in self._table.values()), default=0))
-
-    @property
     def sites(self) -> dict[str, dict[str, Any]]:
         return dict(self.facts["sites"])
 
     def __contains__(self, column: str) -> bool:
-        return storable(column) in self._table
+        return column in self._table
 
     def place(self, column: str) -> tuple[int, torch.dtype, tuple[int, ...]]:
         """Return a tensor's offset in the file, its dtype and its shape."""
-        facts = self._table[storable(column)]
+        facts = self._table[column]
         return self._start + facts["data_offsets"][0], _TORCH[facts["dtype"]], tuple(facts["shape"])
 
-    def whole(self, column: str) -> Tensor:
-        """Return a tensor that is not of rows."""
-        offset, dtype, shape = self.place(column)
-        found = torch.empty(shape, dtype=dtype)
-        self._open().read_into(offset, view_of(found))
-        self._check(column, 0, view_of(found))
-        return found
-
-    def read(self, column: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows of a column as they are stored."""
-        stop = self.rows if stop is None else stop
+    def read(self, column: str) -> Tensor:
+        """Return a whole tensor as it is stored."""
         _, dtype, shape = self.place(column)
-        found = torch.empty((stop - start, *shape[1:]), dtype=dtype)
-        self.read_into(column, start, stop, view_of(found))
+        found = torch.empty(shape, dtype=dtype)
+        self.read_into(column, 0, shape[0], view_of(found))
         return found
-
-    def values(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows of a site as values."""
-        scale = f"scale/{site}"
-        return decode(self.read(site, start, stop), self.read(scale, start, stop) if scale in self else None)
 
     def read_into(self, column: str, start: int, stop: int, buffer: memoryview) -> None:
-        """Read the bytes of rows into a buffer of their size."""
-        if stop <= start:
+        """Read rows ``start`` to ``stop`` of a tensor into a buffer of their size."""
+        if stop <= start or not len(buffer):
             return
-        width = len(buffer) // (stop - start)
-        offset = self._offsets.get(column)
-        if offset is None:
-            offset = self._offsets[column] = self.place(column)[0]
-            self._unchecked[column] = set(range(-(-self.rows // self.block)))
+        facts, first = self._table[column], self._first[column]
+        offset, width = self._start + facts["data_offsets"][0], len(buffer) // (stop - start)
         self._open().read_into(offset + start * width, buffer)
-        if unchecked := self._unchecked[column]:
-            for number in range(start // self.block, (stop - 1) // self.block + 1):
-                if number in unchecked:
-                    self._check_block(column, number, start, stop, buffer, width)
-                    unchecked.discard(number)
+        for number in range(start // self.block, (stop - 1) // self.block + 1):
+            if self._compared[first + number]:
+                continue
+            low, high = number * self.block, min((number + 1) * self.block, facts["shape"][0])
+            if start <= low and high <= stop:
+                piece = buffer[(low - start) * width : (high - start) * width]
+            else:  # only a part of the block is wanted
+                piece = memoryview(bytearray((high - low) * width))
+                self._open().read_into(offset + low * width, piece)
+            if SharedFolder.checksum(piece) != self._checksum(first + number):
+                raise RunCorruptError(
+                    f"{self.name} is damaged: the checksum of {column!r}, block {number}, differs"
+                )
+            self._compared[first + number] = 1
 
-    def _check_block(
-        self, column: str, number: int, start: int, stop: int, buffer: memoryview, width: int
-    ) -> None:
-        low, high = number * self.block, min((number + 1) * self.block, self.rows)
-        if start <= low and high <= stop:
-            piece = buffer[(low - start) * width : (high - start) * width]
-        else:  # only a part of it was wanted
-            whole = bytearray((high - low) * width)
-            self._open().read_into(self.place(column)[0] + low * width, memoryview(whole))
-            piece = memoryview(whole)
-        self._check(column, number, piece)
+    def _checksum(self, number: int) -> int:
+        if not self._checks:
+            facts = self._table[_CHECKS]
+            raw = self._open().read(self._start + facts["data_offsets"][0], 4 * facts["shape"][0])
+            self._checks = np.frombuffer(raw, dtype="<u4").tolist()
+        return self._checks[number]
 
-    def _check(self, column: str, number: int, piece: memoryview) -> None:
-        expected = self.facts["crc32"][storable(column)]
-        if len(piece) and f"{SharedFolder.checksum(piece):08x}" != expected[number]:
-            raise RunCorruptError(
-                f"{self.name} is damaged: the checksum of {column!r}, block {number}, differs"
-            )
-
-    def all_statistics(self) -> dict[str, SiteStatistics]:
+    def statistics(self) -> dict[str, SiteStatistics]:
         """Return the statistics of each site."""
-        names = [name for name in self._table if name.startswith("statistics/")]
-        sites = dict.fromkeys(name.split("/", 2)[2] for name in names)
-        return {
-            site: SiteStatistics(
-                {name.split("/", 2)[1]: self.whole(name) for name in names if name.split("/", 2)[2] == site}
-            )
-            for site in sites
-        }
+        sums: dict[str, dict[str, Tensor]] = {}
+        for name in self._table:
+            if name.startswith("statistics/"):
+                _, kind, site = name.split("/", 2)
+                sums.setdefault(site, {})[kind] = self.read(name)
+        return {site: SiteStatistics(each) for site, each in sums.items()}
 
     def verify(self) -> None:
         """Check every byte against its checksum, and close."""
-        for column in self._table:
-            if len(self.facts["crc32"][column]) <= 1:
-                self.whole(column)
-                continue
-            for start in range(0, self.rows, self.block):
-                self.read(column, start, min(start + self.block, self.rows))
+        for column in self._first:
+            _, dtype, shape = self.place(column)
+            width = math.prod(shape[1:]) * dtype.itemsize
+            for start in range(0, shape[0], self.block):
+                stop = min(start + self.block, shape[0])
+                self.read_into(column, start, stop, memoryview(bytearray((stop - start) * width)))
         self.close()
 
 

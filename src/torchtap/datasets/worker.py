@@ -4,7 +4,8 @@ The same code runs in every engine. It guarantees:
 - the bytes of a shard depend on the model, the settings and the unit only;
 - the model is called under ``no_grad`` in evaluation mode, and left in the mode in which it was.
 
-Memory: the rows of the unit being computed, those of the unit being written, and one site's rows in their new order.
+Memory: the rows of the unit being computed, those of the unit being written, and one site of it a second time. Rows
+are permuted, encoded, summed, checked and written block by block, while a block is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import inspect
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, final
 
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 
 from torchtap import Full, Plan, capture, make_plan
 from torchtap.datasets.documents import Inputs, Unit, batch_size_of, collate
-from torchtap.datasets.encoding import SiteStatistics, dtype_of, encode, tensors_of
+from torchtap.datasets.encoding import SCALED, SiteStatistics, decode, dtype_of, encode
 from torchtap.datasets.rows import RowFunction, RowSelector
-from torchtap.datasets.shard import Buffers, pack, shard_name, view_of
+from torchtap.datasets.shard import Buffers, Column, block_rows, pack, shard_name, view_of
 from torchtap.errors import FormError, PlanError, SessionError
 from torchtap.spi import SharedFolder, unwrap
 
 __all__ = ["Job", "Worker", "accepted_names", "permutation"]
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @final
@@ -41,16 +44,10 @@ class Job:
     sites: tuple[Any, ...]
     out: str
     rows: str | RowFunction
-    dtype: str | None
-    batch_size: int
-    batched: bool
-    pad: int
     exclude: Any
-    seed: int
-    shuffle: bool
-    covariance: bool
-    threads: int
-    expected: dict[str, Any] = field(default_factory=dict)  # facts of shards that exist
+    pad: int
+    settings: dict[str, Any]  # of the folder
+    expected: dict[str, Any]  # facts of shards that exist
 
     def packed(self) -> bytes:
         """Return the job as bytes, with functions by value if cloudpickle is installed."""
@@ -72,12 +69,8 @@ class _Content:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.identity: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.stored: dict[str, list[Tensor]] = {}
-        self.scales: dict[str, list[Tensor]] = {}
-        self.statistics: dict[str, SiteStatistics] = {}
-        self.counts = torch.zeros(len(unit.hashes), dtype=torch.int64)
-        self.shapes: dict[str, dict[str, Any]] = {}
+        self.identity: list[tuple[Tensor, ...]] = []  # document, position and token of each row
+        self.values: dict[str, list[Tensor]] = {}
 
 
 @final
@@ -86,11 +79,11 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        torch.set_num_threads(job.threads)  # results may depend on it in their last bits
+        torch.set_num_threads(job.settings["threads"])  # results may depend on it in their last bits
         self._model = _made(job.model)
         self._folder = SharedFolder(job.out)
         self._plan: Plan = make_plan(self._model, [*job.sites], Full())
-        self._dtype = dtype_of(job.dtype)
+        self._dtype = dtype_of(job.settings["dtype"])
         config = getattr(unwrap(self._model), "config", None)
         self._selector = RowSelector(job.rows, job.exclude, getattr(config, "patch_size", None))
         self._device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
@@ -116,7 +109,7 @@ class Worker:
 
     def _batches(self, unit: Unit) -> Iterator[tuple[Inputs, Tensor]]:
         """Yield model inputs with the number within the unit of each of their documents."""
-        if self._job.batched:
+        if self._job.settings["batched"]:
             first = 0
             for inputs in unit.items:
                 count = batch_size_of(inputs)
@@ -124,8 +117,9 @@ class Worker:
                 first += count
             return
         kept = [index for index, keep in enumerate(unit.kept) if keep]
-        for start in range(0, len(kept), self._job.batch_size):
-            chosen = kept[start : start + self._job.batch_size]
+        size = self._job.settings["batch_size"]
+        for start in range(0, len(kept), size):
+            chosen = kept[start : start + size]
             yield collate([unit.items[index] for index in chosen], self._job.pad), torch.tensor(chosen)
 
     def _call(self, inputs: Inputs) -> None:
@@ -146,99 +140,86 @@ class Worker:
     def _take(self, content: _Content, values: dict[str, Tensor], inputs: Inputs, documents: Tensor) -> None:
         rows, cut = self._selector.select(values, inputs)
         keep = torch.tensor(content.unit.kept)[documents][rows.document]
-        chosen = None if bool(keep.all()) else keep
-        within = documents[rows.document]
-        identity = (within + content.unit.first, rows.position, rows.token)
-        content.identity.append(tuple(each if chosen is None else each[chosen] for each in identity))  # type: ignore[arg-type]
-        content.counts += torch.bincount(within[keep], minlength=len(content.counts))
+        chosen = slice(None) if bool(keep.all()) else keep
+        identity = (documents[rows.document] + content.unit.first, rows.position, rows.token)
+        content.identity.append(tuple(each[chosen] for each in identity))
+        if content.values and content.values.keys() != cut.keys():
+            raise PlanError(f"the sites changed between batches: {[*content.values]} and {[*cut]}")
         for site, found in cut.items():
-            self._keep(content, site, found if chosen is None else found[chosen])
-        if len(content.stored) != len(values) or any(site not in content.stored for site in values):
-            raise PlanError(
-                f"the sites changed between batches: {sorted(content.stored)} and {sorted(values)}"
-            )
+            pieces = content.values.setdefault(site, [])
+            pieces.append((found if found.dtype in _FLOATS else found.float())[chosen])
+            if pieces[-1].shape[1:] != pieces[0].shape[1:] or pieces[-1].dtype != pieces[0].dtype:
+                raise PlanError(
+                    f"{site!r} has rows of {pieces[0].shape[1]} × {pieces[0].dtype} and of {pieces[-1].shape[1]} × "
+                    f"{pieces[-1].dtype}: rows of one site must have one width and one dtype"
+                )
 
-    def _keep(self, content: _Content, site: str, rows: Tensor) -> None:
-        if not rows.is_floating_point():
-            rows = rows.float()
-        stored, scale = encode(rows, self._dtype)
-        if site not in content.statistics:
-            content.statistics[site] = SiteStatistics.empty(rows.shape[1], self._job.covariance)
-            content.shapes[site] = {
-                "width": rows.shape[1],
-                "dtype": str(stored.dtype).removeprefix("torch."),
-                "values": str(rows.dtype).removeprefix("torch."),
-            }
-        if rows.shape[1] != content.shapes[site]["width"]:
-            raise PlanError(
-                f"{site!r} has rows of width {content.shapes[site]['width']} and {rows.shape[1]}: rows of one site "
-                "must have one width"
-            )
-        content.statistics[site].add(rows, stored, scale)
-        content.stored.setdefault(site, []).append(stored)
-        if scale is not None:
-            content.scales.setdefault(site, []).append(scale)
-
+    @torch.no_grad()
     def commit(self, content: _Content) -> dict[str, Any]:
         """Write the shard of a unit. It appears whole, or not at all."""
         unit, job = content.unit, self._job
-        if content.shapes:
-            _compare(job.expected, "sites", content.shapes)
-        columns = _columns(content.identity)
-        count = len(columns["document"])
-        order = permutation(job.seed, unit.number, count) if job.shuffle else None
-        if order is not None:
-            columns = {name: value[order] for name, value in columns.items()}
-        for site in content.shapes:
-            columns[site] = _ordered(content.stored.pop(site), order, self._buffers)
-            if site in content.scales:
-                columns[f"scale/{site}"] = _ordered(content.scales.pop(site), order, self._buffers)
-        tokens = columns["token"]
-        others = {
-            **tensors_of(content.statistics),
-            "documents/rows": torch.where(torch.tensor(unit.kept), content.counts, -1),
+        sites = {site: self._facts(pieces[0]) for site, pieces in content.values.items()}
+        if sites:
+            _compare(job.expected, "sites", sites)
+        empty = torch.empty(0, dtype=torch.int64)
+        document, position, token = (
+            torch.cat([empty, *(each[index] for each in content.identity)]) for index in range(3)
+        )
+        counts = torch.bincount(document - unit.first, minlength=len(unit.hashes))
+        count = len(document)
+        shuffle, seed = job.settings["shuffle"], job.settings["seed"]
+        order = permutation(seed, unit.number, count) if shuffle else torch.arange(count)
+        tensors: dict[str, Tensor | Column] = {
+            "documents/rows": torch.where(torch.tensor(unit.kept), counts, -1),
+            "token_counts": torch.bincount(token[token >= 0]),
+            "document": document[order],
+            "position": position[order].to(torch.int32),
+            "token": token[order].to(torch.int32),
             "documents/hash": torch.tensor([list(each) for each in unit.hashes], dtype=torch.uint8),
-            "token_counts": torch.bincount(tokens[tokens >= 0]),
         }
+        block = block_rows(max((8, *(each["width"] * each["bytes"] for each in sites.values()))))
+        for site, found in sites.items():
+            tensors |= self._columns(site, found, content.values[site], order, block)
         facts = {
             "unit": unit.number,
             "first": unit.first,
             "rows": count,
-            "sites": content.shapes,
+            "sites": sites,
             "model": self._fingerprint,
             **({"names": unit.names} if any(unit.names) else {}),
         }
-        buffers = pack(columns, others, facts)
-        self._folder.put(shard_name(unit.number), buffers)
-        return {"rows": count, "documents": len(unit.hashes), "bytes": sum(len(each) for each in buffers)}
+        size = self._folder.put(shard_name(unit.number), pack(tensors, facts, block))
+        return {"rows": count, "documents": len(unit.hashes), "bytes": size}
 
+    def _facts(self, rows: Tensor) -> dict[str, Any]:
+        dtype = self._dtype or rows.dtype
+        names = [str(each).removeprefix("torch.") for each in (dtype, rows.dtype)]
+        return {"width": rows.shape[1], "bytes": dtype.itemsize, "dtype": names[0], "values": names[1]}
 
-def _columns(identity: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
-    empty = torch.empty(0, dtype=torch.int64)
-    joined = [torch.cat([empty, *(each[index] for each in identity)]) for index in range(3)]
-    return {"document": joined[0], "position": joined[1].to(torch.int32), "token": joined[2].to(torch.int32)}
+    def _columns(
+        self, site: str, facts: dict[str, Any], pieces: list[Tensor], order: Tensor, block: int
+    ) -> dict[str, Tensor | Column]:
+        """Return the tensors of a site. The scales and the statistics are filled while its rows are written."""
+        statistics = SiteStatistics.empty(facts["width"], self._job.settings["covariance"])
+        scales = torch.empty(len(order) if facts["dtype"] in SCALED else 0)
+        shape = (len(order), int(facts["width"]))
 
+        def blocks() -> Iterator[Tensor]:
+            joined = self._buffers.empty(shape, pieces[0].dtype)
+            torch.cat(pieces, out=joined)
+            pieces.clear()
+            for start in range(0, len(order), block):
+                rows = joined.index_select(0, order[start : start + block])
+                stored, scale = encode(rows, self._dtype)
+                statistics.add(rows, None if stored is rows else decode(stored, scale))
+                if scale is not None:
+                    scales[start : start + block] = scale
+                yield stored
 
-def _ordered(pieces: list[Tensor], order: Tensor | None, buffers: Buffers) -> Tensor:
-    """Join pieces in a new order and release each piece when it is copied."""
-    count = sum(len(piece) for piece in pieces)
-    joined = buffers.empty((count, *pieces[0].shape[1:]), pieces[0].dtype)
-    target = None if order is None else torch.empty_like(order)
-    if target is not None and order is not None:
-        target[order] = torch.arange(count)
-    start = 0
-    pieces.reverse()
-    # Integers of the same size: fp8 has no indexing of its own.
-    raw = joined.view(torch.int8) if joined.element_size() == 1 else joined
-    while pieces:
-        piece = pieces.pop()
-        source = piece.view(torch.int8) if piece.element_size() == 1 else piece
-        if target is None:
-            raw[start : start + len(piece)] = source
-        else:
-            raw.index_copy_(0, target[start : start + len(piece)], source)
-        start += len(piece)
-    return joined
+        found: dict[str, Tensor | Column] = {site: Column(self._dtype or pieces[0].dtype, shape, blocks())}
+        if len(scales):
+            found[f"scale/{site}"] = scales
+        return {**found, **statistics.tensors(site)}
 
 
 def _compare(expected: dict[str, Any], name: str, found: Any) -> None:

@@ -215,7 +215,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _is_real(value: Tensor) -> bool:
-    """Whether a tensor holds floating numbers that can be looked at."""
+    """Return True if a tensor holds floating numbers that can be looked at."""
     holds = value.is_floating_point() or value.is_complex()
     return holds and value.layout == torch.strided and value.device.type != "meta" and value.numel() > 0
 

@@ -375,11 +375,11 @@ class Chart:
         return list(self._known)
 
     def has_come(self, site: str) -> bool:
-        """Whether anything of a site was recorded."""
+        """Return True if anything of a site was recorded."""
         return site in self._known
 
     def has(self, kind: str, statistic: str) -> bool:
-        """Whether a statistic of any site of a kind was recorded."""
+        """Return True if a statistic of any site of a kind was recorded."""
         table = self._tables.get(statistic)
         return table is not None and any(read_name(site).kind == kind for site in table.rows)
 

@@ -84,6 +84,7 @@ _BESIDE = frozenset(
     ("mean", "l1", "l2", "absmax", "fingerprint", "projection", "value")
 )  # what tells ranks apart
 _BYTES = 2 * 320 * 8  # of a number's columns in a chart, which has room for as many again
+_MOST_RANKS = 512  # compared with each other: about half a minute
 _MEMORY = 4 << 30
 
 
@@ -140,15 +141,15 @@ def _look_at_ranks(runner: RuleRunner, run: Run) -> list[Unjudged]:
     runner.look()
     if not runner.chart.ranks or len(ranks) == len(run.ranks):
         return []
-    why = f"of {len(run.ranks):,} ranks the first {len(ranks):,} are beside each other: more do not fit into memory"
+    why = f"of {len(run.ranks):,} ranks the first {len(ranks):,} are compared with each other"
     return [Unjudged("ranks", why)]
 
 
 def _most_ranks(run: Run) -> int:
-    """How many ranks' charts are made: as many as fit, of a run with many sites."""
+    """Return how many ranks' charts are made: as many as fit, of a run with many sites."""
     first = run.rank(run.ranks[0])
     held = sum(len(_BESIDE.intersection(first.statistics(site))) for site in first.sites())
-    return max(2, _MEMORY // max(1, held * _BYTES))
+    return max(2, min(_MOST_RANKS, _MEMORY // max(1, held * _BYTES)))
 
 
 def _charts_of_ranks(run: Run, ranks: Sequence[int]) -> dict[int, Chart]:

@@ -238,7 +238,7 @@ class Doctor(StepListener):
 
     @property
     def live(self) -> bool:
-        """Whether this step is looked at."""
+        """Return True if this step is looked at."""
         return self.watch.live and os.getpid() == self._process
 
     @property

@@ -529,7 +529,7 @@ def _falling(numbers: list[PhaseNumbers]) -> list[str]:
 
 
 def falls(values: Grid) -> bool:
-    """Whether the last third of a series is lower than the first."""
+    """Return True if the last third of a series is lower than the first."""
     values = values[~np.isnan(values)]
     third = len(values) // 3
     return bool(third and np.median(values[-third:]) < np.median(values[:third]))

@@ -41,7 +41,7 @@ class Replicas:
 
     @property
     def same_at_first(self) -> bool:
-        """Whether the ranks began with the same."""
+        """Return True if the ranks began with the same."""
         return bool(len(self.seen) and self.seen[0] and self.same[0])
 
     @property
@@ -154,7 +154,7 @@ def _without_shards(found: list[Replicas]) -> list[Replicas]:
 
 
 def _is_constant(each: Replicas) -> bool:
-    """Whether all elements have the same size at first: zeros, or ones."""
+    """Return True if all elements have the same size at first: zeros, or ones."""
     mean, _, _, absmax = each.prints[0, :4, 0]
     return bool(abs(mean) == absmax)
 
@@ -200,7 +200,7 @@ def course_of(chart: Chart, site: str) -> Course | None:
 
 
 def jumped(chart: Chart, site: str, step: int) -> bool:
-    """Whether something else than the optimizer changed a parameter just before a step."""
+    """Return True if something else than the optimizer changed a parameter just before a step."""
     course = course_of(chart, site)
     if course is None:
         return False

@@ -9,7 +9,7 @@
 Without a site it is a module that stands in a layer's place (`layer_catcher`). It guarantees:
 - nothing after the place is run, and the model raises nothing for it;
 - what is kept is a detached copy in the structure that it had: positions, keywords, tuples and dicts;
-- leaving the block leaves the model as it was found.
+- leaving the block restores the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Caught(BaseException):
 class Catcher:
     """Stops a model's forward at a site of kind input or output, and keeps what arrives there.
 
-    stop: whether the forward ends there; without it the model goes on. limit: keep so many calls, then let all
+    stop: whether the forward ends there; without it the model continues. limit: keep so many calls, then let all
     further ones pass. keep: what is done to each tensor, by default ``tensor.detach().clone()``.
 
     ``Catcher(layer)``, without a site, is a module to stand in the layer's place: `LayerCatcher`.

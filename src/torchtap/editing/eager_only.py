@@ -1,4 +1,4 @@
-"""Models that hooks reach: eager ones, and compiled ones for as long as they are made to run eagerly."""
+"""Models that hooks reach: eager ones, and compiled ones while they run eagerly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["hookable", "refuse_inlined", "running_eagerly"]
 
 
 def hookable(model: Any, what: str) -> nn.Module:
-    """The eager model inside, or an error that says what ``what`` needs."""
+    """Return the eager model inside; raise an error that names what ``what`` needs."""
     form = form_of(model)
     if form not in ("eager", "compiled", "graph"):
         raise FormError(
@@ -39,7 +39,7 @@ def refuse_inlined(model: object, path: str, what: str) -> None:
 
 
 def running_eagerly(model: object) -> AbstractContextManager[Any]:
-    """A block in which a compiled model runs its Python code, where hooks are heard."""
+    """Run a compiled model eagerly inside this block, so that its hooks run."""
     if form_of(model) != "compiled":
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")

@@ -3,7 +3,7 @@
 It guarantees:
 - autograd goes through the change: a function's gradient flows on, a tensor that is put in gets its own;
 - a capture that was entered before the edit sees the value before it, one entered inside the edit sees it after;
-- a tensor that is put in stays as it is, whatever the model does in place;
+- a tensor that is put in is never changed by in-place operations of the model;
 - leaving the block takes every change off, also when the body raised;
 - an edit that no value ever met is warned of.
 
@@ -157,7 +157,7 @@ def _stop(port: Port) -> Stop:
 
 
 class _ChangedGradient(torch.autograd.Function):
-    """Hands a value on as it is, and a changed gradient back."""
+    """Identity in the forward; changes the gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -197,6 +197,6 @@ def _call(function: Callable[[Tensor], object], site: Site, value: Tensor) -> Te
     if not isinstance(changed, Tensor):
         raise PlanError(
             f"the edit of {site.name} returned {type(changed).__name__}: a change has to return the tensor that "
-            "goes on"
+            "continues"
         )
     return changed

@@ -116,7 +116,7 @@ class Features(nn.Module):
         except _Reached:  # torch.compile follows this, and not contextlib.suppress
             output = None
         if self.until is not None:
-            output = None  # also in a plain export, where the forward went on
+            output = None  # also in a plain export, which runs the whole forward
         values = dict(found)
         found.clear()
         self._check_complete(values)
@@ -125,7 +125,7 @@ class Features(nn.Module):
         return output, values
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script sees in its place: the traced model with the values among its outputs."""
+        """Return the traced model with the values among its outputs, for torch.jit.script."""
         from torchtap.editing.features_graph import graph_with_values
 
         return graph_with_values(self._original[0], self._plan, self._stop)
@@ -160,7 +160,7 @@ class Features(nn.Module):
                     f"{port.site.name} did not pass{after} in this call: its module was not called"
                 )
         if not values and self.sites:
-            raise SelectionError(f"none of {', '.join(self.sites)} brought a tensor that was asked for")
+            raise SelectionError(f"none of {', '.join(self.sites)} produced a selected tensor")
 
     def _warn_of_changes(self, values: dict[str, Tensor]) -> None:
         changed = [
@@ -187,7 +187,7 @@ def _made_again(model: object, sites: list[Selector], until: Selector | None, mo
 
 
 def _in_plain_export() -> bool:
-    """Whether torch.export runs this code itself, not through the compiler: no exception may cross modules then."""
+    """Return True if torch.export runs this code itself. No exception may cross modules then."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 

@@ -81,7 +81,7 @@ class _Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         graph = super().trace(root, concrete_args)
         if ("", "output") in self._ports or ("", "input") in self._ports:
-            raise ValueError("the model's own input and output are there anyway; ask for inner sites")
+            raise ValueError("the model's own input and output are there anyway; name inner sites")
         return graph
 
     def _note(self, port: Port, values: dict[str, object]) -> None:
@@ -102,7 +102,7 @@ class _Tracer(fx.Tracer):
 
 
 def _leaves(value: Any, name: str, asked: str = "") -> Iterator[tuple[str, fx.Proxy]]:
-    """Proxies by name. What a leaf module returns shows no structure: there ``asked`` says where to look."""
+    """Return proxies by name. The output of a leaf module has no structure: ``asked`` has the leaves to look for."""
     if isinstance(value, fx.Proxy):
         inner: Any = value
         for part in ModulePath(asked).parts:

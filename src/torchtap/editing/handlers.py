@@ -6,7 +6,7 @@
 
 It guarantees:
 - the model runs as before, and its modules and ``state_dict`` keys are the same: nothing is replaced;
-- leaving the block, or `HandedOver.remove`, leaves the model as it was found;
+- leaving the block, or `HandedOver.remove`, restores the model;
 - a handler gets the tensors themselves, detached; it copies what it wants to keep.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["HandedOver", "Handler", "hand_over"]
 
 
 class Handler(Protocol):
-    """Whoever is told. ``add_batch`` may also take the inputs alone."""
+    """A handler of batches. ``add_batch`` may also take the inputs alone."""
 
     def add_batch(self, inputs: object, outputs: object) -> object:
         """One call of the layer: its first tensor argument, and the first tensor that it returned."""
@@ -72,7 +72,7 @@ class HandedOver:
         self._visiting.begin()
 
     def remove(self) -> None:
-        """Leave the model as it was found."""
+        """Remove the handlers from the model."""
         self._visiting.end()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""A catcher as a module: it stands in a layer's place, keeps what the layer is called with, and goes on or stops.
+"""A catcher as a module: it replaces a layer, keeps its inputs, and continues or stops.
 
 model[0] = Catcher(model[0])
 model(x)

@@ -125,7 +125,7 @@ def _refuse_for(form: str, receiver: Receiver) -> None:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether any part of a model is compiled. Asked for every eager model, so it walks by itself."""
+    """Return True if any part of a model is compiled. Asked for every eager model, so it walks by itself."""
     waiting, seen = [model], {id(model)}
     while waiting:
         module = waiting.pop()

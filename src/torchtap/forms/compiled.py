@@ -88,7 +88,7 @@ class CompiledRegion:
         self._plain: Any = None
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether this is the region of a module, not of one that it is a copy of."""
+        """Return True if this is the region of a module, not of one that it is a copy of."""
         return self._reference() is module
 
     @property
@@ -318,7 +318,7 @@ def _carriers_for(root: nn.Module, receiver: Receiver, looks_inside: bool) -> Ca
 
 
 def _only_measures(plan: Plan, taps: Iterable[int]) -> bool:
-    """Whether all of these taps keep statistics, which the carrier computes itself."""
+    """Return True if all of these taps keep statistics, which the carrier computes itself."""
     return all(plan.taps[index].keep.in_rows for index in taps)
 
 

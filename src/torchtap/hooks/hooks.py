@@ -112,17 +112,10 @@ def _registers_itself(spec: HookSpec) -> bool:
     return cls.register_forward_hook is not _REGISTER_AFTER
 
 
-@final
-class _TorchHooks:
-    """Attach with torch's hooks."""
-
-    before = staticmethod(before)
-    after = staticmethod(after)
-
-
-def _way(root: nn.Module, name: str) -> Way:
+def _way(root: nn.Module, name: str) -> Way | None:
+    """Return a method of attachment; None for torch's hooks."""
     if name == "hook":
-        return _TorchHooks()
+        return None
     if name not in get_args(WayName):
         raise PlanError(f"way={name!r}: a tap is put on by {', '.join(map(repr, get_args(WayName)))}")
     from torchtap.hooks.replace import ForwardWay, WrapWay
@@ -285,7 +278,7 @@ class Hooks:
                 return fn(args, kwargs, graph_task() != -1)
             return fn(args, kwargs) if graph_task() == -1 else None
 
-        self._registered.append(self._way.before(module, hook))
+        self.register([HookSpec(module, hook, before=True)])
 
     def after(
         self, module: nn.Module, fn: Function, *, replays: bool = False, traced: Function = _nothing
@@ -299,21 +292,24 @@ class Hooks:
                 return fn(output, graph_task() != -1)
             return fn(output) if graph_task() == -1 else None
 
-        self._registered.append(self._way.after(module, hook))
+        self.register([HookSpec(module, hook)])
 
     def register(self, specs: list[HookSpec]) -> None:
         """Register functions that have guards of their own, all together."""
-        if not isinstance(self._way, _TorchHooks):
-            for spec in specs:
+        way = self._way
+        if way is not None:
+            for module, fn, is_before, first, always, _ in specs:
                 put = (
-                    self._way.before(spec.module, spec.fn, first=spec.first)
-                    if spec.before
-                    else (self._way.after(spec.module, spec.fn, always=spec.always))
+                    way.before(module, fn, first=first) if is_before else way.after(module, fn, always=always)
                 )
                 self._registered.append(put)
             return
-        plain = [spec for spec in specs if not _registers_itself(spec)]
-        self._registered += [_OwnHook(spec, False) for spec in specs if _registers_itself(spec)]
+        plain: list[HookSpec] = []
+        for spec in specs:
+            if _registers_itself(spec):
+                self._registered.append(_OwnHook(spec, False))
+            else:
+                plain.append(spec)
         if plain:
             self._registered.append(HookRows(plain))
 
@@ -333,13 +329,13 @@ class Hooks:
             if end is not None and not is_compiling():
                 end()
 
-        self._registered.append(self._way.before(self._root, on_begin, first=True))
+        self.register([HookSpec(self._root, on_begin, before=True, first=True)])
         if end is not None:
-            self._registered.append(self._way.after(self._root, on_end, always=True))
+            self.register([HookSpec(self._root, on_end, always=True)])
 
     def when_done(self, module: nn.Module, fn: Function) -> None:
         """Call ``fn()`` when a call of a module is over, also if it raised."""
-        self._registered.append(self._way.after(module, lambda *_: fn(), always=True))
+        self.register([HookSpec(module, lambda *_: fn(), always=True)])
 
     def keep(self, handle: Handle) -> None:
         """Remove this too, with the rest."""

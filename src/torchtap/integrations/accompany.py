@@ -1,7 +1,7 @@
-"""What all framework adapters share: a watch that begins at the first call of the model which a framework trains.
+"""Base of the framework adapters: a watch that begins at the first call of the trained model.
 
-Frameworks compile and wrap a model after they have told of it, and some never call the object that holds it. So an
-adapter says which modules and optimizers there are, and the watch is made when the first call shows what is called.
+Frameworks compile and wrap a model after they have passed it on, and some never call the object that holds it. So an
+adapter names the modules and optimizers, and the watch is made at the first call, on the module that is called.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Accompanied:
 
 
 def _outermost(called: nn.Module, root: nn.Module) -> nn.Module:
-    """What is called, if it wraps the root; the root otherwise."""
+    """Return the called module if it wraps the root; the root otherwise."""
     return called if any(inner is root for inner in called.modules()) else root
 
 

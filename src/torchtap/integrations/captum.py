@@ -1,4 +1,4 @@
-"""Attributions by site: Captum's methods, asked for by the names that everything else here goes by.
+"""Attributions by site: Captum's methods, with torchtap's names for layers.
 
 ``attribute(model, "blocks.3:output", method="LayerConductance", inputs=x, target=0)`` finds the module, runs the
 method and gives the tensor back, of the shape that the site has. With ``into`` it also becomes a value of that
@@ -48,7 +48,7 @@ def attribute(
     into: Watch | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """What each element at a site contributed to the model's output ``target``.
+    """Return the contribution of each element at a site to the model's output ``target``.
 
     ``site`` is a module's output or input, or ``":input"`` for the model's own inputs, where methods without
     "Layer" in their name belong; at an inner site these stand for their layer variant. ``output`` names the leaf
@@ -116,7 +116,7 @@ def _run(
 
 
 def _chosen(found: Any, place: Site) -> Tensor | tuple[Tensor, ...]:
-    """One tensor where there is one or one was asked for, else all of them."""
+    """Return one tensor if there is one or one was selected, else all of them."""
     if isinstance(found, Sequence) and len(found) == 1:
         found = found[0]
     if isinstance(found, Tensor):

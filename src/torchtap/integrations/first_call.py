@@ -1,9 +1,8 @@
-"""Hear of the first call of a model, before anything in it runs: the moment at which it is in its final form.
+"""Run a callback before the first call of a model, when the model has its final form.
 
 A model may still be compiled or wrapped (DDP) after its optimizer was made. So the calls of all its modules are
-covered, and wrappers are heard of as they take the model in. The first call that comes is that of the outermost
-module which the training really calls. Everything is taken off before it goes on:
-taps that are put on meanwhile see all of it.
+intercepted, and wrappers are noticed when they receive the model. The first call is that of the outermost module that
+the training calls. Everything is removed before the call continues, so taps that are attached meanwhile see all of it.
 
 torch looks for ``_compiled_call_impl`` first when a module is called; that is what is covered here. Copies and pickles
 of a module leave it out, so they carry no trace.
@@ -27,7 +26,7 @@ _CALL = "_compiled_call_impl"
 
 @final
 class FirstCall:
-    """Calls ``tell(module)`` once: at the first call of any module that it was told to wait for."""
+    """Calls ``tell(module)`` once: at the first call of any module in its list."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -67,7 +66,7 @@ class FirstCall:
             self._tell(module)
 
     def stop(self) -> None:
-        """Leave modules and torch as they were."""
+        """Remove every hook from the modules and from torch."""
         if self._done:
             return
         self._done = True

@@ -18,7 +18,7 @@ __all__ = ["TorchtapHandler"]
 
 @final
 class TorchtapHandler:
-    """Follows the optimizers; the engine tells the epochs, the evaluators' names are the phases of their passes."""
+    """Follows the optimizers; epochs are the engine's, phases are the evaluators' names."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class TorchtapHandler:
                 )
 
     def _fail_phase(self, evaluator: Engine, error: BaseException) -> None:
-        """What comes after an evaluation that failed is no part of it."""
+        """End the phase of an evaluation that failed."""
         phase, self._phase = self._phase, None
         if phase is not None:
             phase.__exit__(None, None, None)
         raise error
 
     def _fail(self, trainer: Engine, error: BaseException) -> None:
-        """Ignite takes an exception that a handler heard of as dealt with; this one is not."""
+        """Raise again: Ignite treats an exception that reached a handler as handled."""
         self._close()
         raise error
 

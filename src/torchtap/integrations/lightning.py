@@ -57,7 +57,7 @@ class TorchtapCallback(Callback):  # type: ignore[misc]
     ) -> None:
         if self._training is None:
             return
-        # Lightning goes on showing the numbers of the last validation: they are not of this step.
+        # Lightning keeps showing the numbers of the last validation: they are not of this step.
         logged = {k: v for k, v in trainer.logged_metrics.items() if k not in self._of_validation}
         self._of_training |= set(logged)
         self._training.log(logged)

@@ -1,6 +1,6 @@
 """Watch a training of Hugging Face's ``Trainer``: ``Trainer(..., callbacks=[TorchtapCallback("runs/exp1")])``.
 
-Steps carry the Trainer's ``global_step`` (the first update is step 0), so a resumed training goes on where it was.
+Steps carry the Trainer's ``global_step`` (the first update is step 0), so a resumed training continues its numbers.
 Micro-batches of one update fold together; evaluation is a phase of its own. What the Trainer logs is logged too.
 """
 

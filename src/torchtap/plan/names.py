@@ -380,11 +380,6 @@ def path_of(name: str) -> str:
     return _read(name).path
 
 
-def call_of(name: str) -> int:
-    """Return the call's number in a site's name."""
-    return _read(name).call
-
-
 def belongs_to(name: str, bare: str) -> bool:
     """Return True if ``name`` is the site ``bare``, or one of its leaves or calls."""
     return name == bare or name.startswith((f"{bare}.", f"{bare}#"))

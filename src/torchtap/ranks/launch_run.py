@@ -238,7 +238,9 @@ class LaunchRun:
         lenient: bool,
     ) -> Block:
         """Read one statistic of some sites in a phase. Sites that are shared alike are folded together."""
-        if len(self.launch.attempts) == 1 or (self._whole is not None and not lenient):
+        if len(self.launch.attempts) == 1 or (
+            self._whole is not None and (not lenient or not self.problems())
+        ):
             return self.lowest.numbers(statistic, sites, phase, steps=steps, lenient=lenient)
         holders = self.holders()
         groups: dict[Sharings, list[int]] = {}

@@ -26,18 +26,17 @@ from torchtap.ranks.launch_run import LaunchRun
 from torchtap.ranks.launches import Launch
 from torchtap.spi import RunWriter, ScalarBlock, StepRecord
 from torchtap.store.files.folder import Folder
-from torchtap.store.files.layout import LOCK, attempt_folder, pack_name, rank_folder
+from torchtap.store.files.layout import LAUNCHES, attempt_folder, rank_folder
 from torchtap.store.format.checksum import JSON_LIMIT, UNSEALED, is_sealed, load_json, seal
-from torchtap.store.format.pack import PackWriter, run_folder
+from torchtap.store.format.pack import copy_ranks, run_folder
 from torchtap.store.read.numbers import AxesCache, Block
 from torchtap.store.read.rank_run import RankRun
 
 if TYPE_CHECKING:
     from torchtap.store.read.reader import Run
 
-__all__ = ["Packer", "attempt_of_whole", "groups_of", "packed_launches", "write_packed"]
+__all__ = ["Packer", "attempt_of_whole", "fold_in_place", "groups_of", "packed_launches", "write_packed"]
 
-LAUNCHES = "launches.json"
 _RANKS_IN_A_PACK = 64
 
 
@@ -80,6 +79,15 @@ def write_packed(run: Run, path: Path) -> None:
     packer.finish()
 
 
+def fold_in_place(run: Run) -> None:
+    """Write the fold over all ranks of a recording that has ended beside it, so that most reads open no rank."""
+    root = run_folder(run.path)
+    packer = Packer(Path(run.path), [each.launch for each in run.launch_runs()], copied=False)
+    for group in groups_of(run.ranks):
+        packer.add(root, group)
+    packer.finish()
+
+
 def groups_of(ranks: Sequence[int], size: int = _RANKS_IN_A_PACK) -> list[list[int]]:
     """Return the ranks in groups without gaps."""
     found: list[list[int]] = []
@@ -95,13 +103,19 @@ def groups_of(ranks: Sequence[int], size: int = _RANKS_IN_A_PACK) -> list[list[i
 class Packer:
     """Pack the ranks of a run group by group. The memory does not grow with the number of ranks.
 
+    Without ``copied``, only the fold and the list of launches are written, beside the recording that ``path`` is. They
+    count until the next recording into this folder begins.
+
     ``whole`` are the launches as one reader sees them. They are read for what does not fold group by group: summands,
     unknown placements, metrics, quantiles. Without them such numbers are left out.
     """
 
-    def __init__(self, path: Path, launches: Sequence[Launch], whole: Sequence[LaunchRun] = ()) -> None:
-        path.mkdir(parents=True)
+    def __init__(
+        self, path: Path, launches: Sequence[Launch], whole: Sequence[LaunchRun] = (), *, copied: bool = True
+    ) -> None:
+        path.mkdir(parents=True, exist_ok=not copied)
         self._path = path
+        self._copied = copied
         self._launches = list(launches)
         self._whole = list(whole)
         self._folds = [GroupFold(launch) for launch in launches]
@@ -114,17 +128,8 @@ class Packer:
             if here:
                 opened = partial(_opened, root, axes)
                 fold.add(LaunchRun(Launch(launch.world, launch.began, here), opened))
-        pack = PackWriter(str(self._path / pack_name(ranks[0], ranks[-1], "0" * 8)))
-        for rank in ranks:
-            folder = root.child(rank_folder(rank))
-            for attempt in folder.names():
-                inside = folder.child(attempt)
-                for name in sorted(inside.names()):
-                    if name != LOCK:
-                        with inside.open(name) as file:
-                            content = file.read(0, file.size)
-                        pack.append(f"{rank_folder(rank)}/{attempt}/{name}", [content])
-        pack.close()
+        if self._copied:
+            copy_ranks(root, ranks, self._path)
 
     def finish(self) -> None:
         """Write the fold of each launch, and the list of launches, which makes the folder a packed run."""

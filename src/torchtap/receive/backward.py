@@ -25,20 +25,16 @@ __all__ = ["BackwardListener", "LossCatcher", "UpdateLosses", "listen", "stop_li
 
 
 class BackwardListener(Protocol):
-    """Who is told. Each method is called in the thread that trains."""
+    """Receive the backward calls of a training, in the thread that trains.
+
+    A listener with ``gradient_begins(loss, inputs)`` is called for ``torch.autograd.grad`` on a single number, too.
+    """
 
     def backward_begins(self, loss: Tensor | None, root: Tensor | None) -> None:
         """``backward()`` was called on ``root``; ``loss`` is it without a scale. None where there are several."""
 
     def backward_ends(self) -> None:
         """Gradients are where they belong."""
-
-
-class GradientListener(BackwardListener, Protocol):
-    """A listener that is called for ``torch.autograd.grad``, too."""
-
-    def gradient_begins(self, loss: Tensor, inputs: Sequence[object]) -> None:
-        """``torch.autograd.grad`` was called on a single number."""
 
 
 _MOST_ASKED = 64  # calls of `grad` in one update

@@ -196,11 +196,9 @@ def await_gradient(
     again: bool = False,
 ) -> None:
     """Request the gradient of a value; with ``again``, unless it was requested when the call ran."""
-    from torchtap.receive.gradients import request_gradient
-
     leaf, port, call = _found(receiver, path, kind, leaf, place, None, again)
     if port is not None and call is not None:
-        request_gradient(receiver, port, leaf, call, tensor, again)
+        receiver.request_gradient(port, leaf, call, tensor, again)
 
 
 def refuse(receiver: Receiver, path: str, kind: str, leaf: str, reason: str) -> None:

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtap._torch import graph_task
 from torchtap.hooks.hooks import Hooks, HookSpec, WayName
-from torchtap.hooks.leaves import input_leaves, leaves
+from torchtap.hooks.leaves import input_leaves, leaves, map_leaves
 from torchtap.plan.names import OF_CALLS
 from torchtap.plan.sites import unwrap
 from torchtap.receive import reasons
-from torchtap.receive.gradients import on_own_inputs, request_gradients
+from torchtap.receive.gradients import ask_at_its_node, ask_for_gradient, own_view
 from torchtap.receive.receiver import PortState, Receiver
 
 if TYPE_CHECKING:
@@ -210,7 +210,8 @@ def _output_hook(
         if port is not None and not replayed:
             receiver.take(port, output)
         if gradient is not None:
-            request_gradients(receiver, gradient, leaves(output), replayed)
+            found = (("", output),) if isinstance(output, Tensor) else leaves(output)
+            receiver.request_gradients(gradient, found, replayed)
 
     return hook
 
@@ -230,10 +231,11 @@ def _input_hook(receiver: Receiver, port: PortState, emitter: TraceEmitter, what
             if not replayed:
                 receiver.take_inputs(port, args, kwargs)
             return None
-        if own:
-            return on_own_inputs(receiver, port, args, kwargs, replayed)
-        request_gradients(receiver, port, input_leaves(names, args, kwargs), replayed)
-        return None
+        if own:  # the module runs on views, so that their gradients are what this call alone sends back
+            args, kwargs = map_leaves(args, own_view), map_leaves(kwargs, own_view)
+        ask = ask_at_its_node if own else ask_for_gradient
+        receiver.request_gradients(port, input_leaves(names, args, kwargs), replayed, ask)
+        return (args, kwargs) if own else None
 
     return hook
 

@@ -10,9 +10,9 @@ hook is removed with the first gradient, or by `release_leaves` when the step is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,21 +20,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchtap._torch import base_of, drop_empty_hooks, hear_gradient, version_of
-from torchtap.hooks.leaves import Args, Kwargs, input_leaves, map_leaves
-from torchtap.receive import reasons
 
-if TYPE_CHECKING:
-    from torchtap.receive.by_name import CallOf
-    from torchtap.receive.receiver import PortState, Receiver
-
-__all__ = [
-    "ask_for_gradient",
-    "ask_while_traced",
-    "on_own_inputs",
-    "release_leaves",
-    "request_gradient",
-    "request_gradients",
-]
+__all__ = ["Ask", "ask_at_its_node", "ask_for_gradient", "ask_while_traced", "own_view", "release_leaves"]
 
 
 class Ask(Protocol):
@@ -150,64 +137,6 @@ def of_the_view(gradient: Tensor, shape: tuple[int, ...], strides: tuple[int, ..
     return plain.as_strided(shape, strides, plain.storage_offset())
 
 
-def request_gradients(
-    receiver: Receiver,
-    port: PortState,
-    found: Iterable[tuple[str, Tensor]],
-    replayed: bool = False,
-    ask: Ask = ask_for_gradient,
-) -> None:
-    """Request the gradients of these inputs or outputs of a call, for `Receiver.take_gradient`.
-
-    A checkpoint's replay requests a gradient only if the call that it repeats could not.
-    """
-    current = receiver.current() if replayed else receiver.pass_of(port)
-    if current is None:
-        return
-    call = current.next_replay(port) if replayed else current.next_call(port)
-    try:
-        for leaf, tensor in found:
-            request_gradient(receiver, port, leaf, (call, current.number), tensor, replayed, ask)
-    except Exception as error:
-        receiver.accumulator.lose(port.site.name, error)
-
-
-def request_gradient(
-    receiver: Receiver,
-    port: PortState,
-    leaf: str,
-    call: CallOf,
-    tensor: Tensor,
-    replayed: bool,
-    ask: Ask = ask_for_gradient,
-) -> None:
-    """Request the gradient of one value. ``call`` is its number in its pass, and that of the pass."""
-    accumulator = receiver.accumulator
-    if not tensor.requires_grad:
-        port.note = reasons.NO_GRADIENT
-        known = port.sites.get((leaf, call[0], call[1] if port.apart else 0))
-        if known is not None:
-            known.grad_requested = False
-        return
-    site = accumulator.site(port, leaf, *call)
-    if site is not None and not (replayed and site.grad_requested):
-        site.grad_requested = not replayed
-        phase = accumulator.phase
-        ask(tensor, receiver.take_gradient, site, phase, phase.serial)
-
-
-def on_own_inputs(
-    receiver: Receiver, port: PortState, args: Args, kwargs: Kwargs, replayed: bool
-) -> tuple[Args, Kwargs]:
-    """Request the gradients that this call alone sends back, and return the arguments to run it on.
-
-    The module runs on a view of each argument. The view's gradient is this call's part of the value's.
-    """
-    args, kwargs = map_leaves(args, _own_view), map_leaves(kwargs, _own_view)
-    found = input_leaves(port.input_names, args, kwargs)
-    request_gradients(receiver, port, found, replayed, ask_at_its_node)
-    return args, kwargs
-
-
-def _own_view(_: str, value: Tensor) -> Tensor:
+def own_view(_: str, value: Tensor) -> Tensor:
+    """Return a view of a value, whose gradient is the part of the value's that the view's users send back."""
     return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value

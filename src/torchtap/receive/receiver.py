@@ -11,8 +11,8 @@ which site (`PortState`, `SiteState`), which phase (`PhaseState`), and how it is
 - a call that is not received changes nothing, and is counted;
 - a failing reduction costs that value only: it is noted, and the model continues (unless ``strict``).
 
-Not here: hooks (`eager` and the other forms), requesting gradients (`gradients`), values of graphs (`by_name`),
-parameters and buffers (`state`).
+Not here: hooks (`eager` and the other forms), where autograd has a gradient (`gradients`), values of graphs
+(`by_name`), parameters and buffers (`state`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchtap.plan.names import Kind, paths_around
 from torchtap.plan.plan import Plan, Port
 from torchtap.plan.sites import Site, input_names
 from torchtap.receive import reasons
-from torchtap.receive.gradients import release_leaves
+from torchtap.receive.gradients import Ask, ask_for_gradient, release_leaves
 from torchtap.reduce.device_copy import line_to
 from torchtap.reduce.moments import FIELDS, WIDTH
 from torchtap.reduce.reduction import AnyReduction
@@ -150,7 +150,7 @@ class Pass:
 
     __slots__ = ("calls", "ended_before", "leaf_calls", "number", "open", "recorded", "replays")
 
-    def __init__(self, number: int, ended_before: int, *, recorded: bool, is_open: bool) -> None:
+    def __init__(self, number: int, ended_before: int, recorded: bool, is_open: bool) -> None:
         self.number = number
         self.ended_before = ended_before  # passes
         self.recorded = recorded
@@ -204,12 +204,6 @@ class Callers:
         if of is None or not self.open:
             return self.open
         return of == get_ident() if isinstance(of, int) else of.is_here()
-
-    def begin(self, *, recorded: bool = True, is_open: bool = True) -> Pass:
-        """Begin a pass of the running caller."""
-        self.begun += 1
-        made = self.newest[_caller()] = Pass(self.begun, self.ended, recorded=recorded, is_open=is_open)
-        return made
 
 
 def _caller() -> int:
@@ -410,9 +404,9 @@ class _Recent:
 
     __slots__ = ("copies", "measured", "slot", "tensor", "version")
 
-    def __init__(self, slot: int, tensor: Tensor | None = None, version: int = -1) -> None:
+    def __init__(self, slot: int, tensor: Tensor, version: int) -> None:
         self.slot = slot  # of the block
-        self.tensor: Callable[[], Tensor | None] = _nothing if tensor is None else ref(tensor)
+        self.tensor = ref(tensor)
         self.version = version
         self.measured = False  # True if the slot has its statistics
         self.copies: dict[str, Any] = {}  # what `Full` made of it, by key
@@ -444,7 +438,7 @@ class Accumulator:
         self.lock = threading.RLock()
         self.timed = False  # True if folds have to know how long they took
         # The oldest first. A container returns what its last child returned, and the next module is given it.
-        self._recent = deque(_Recent(slot) for slot in range(_RECENT))
+        self._recent: deque[_Recent] = deque()
         self.phases: dict[str | int, PhaseState] = {}
         self._spare: list[PhaseState] = []  # for further phases: sites have folds under their keys
         self.phase = PhaseState("", 1)  # the current one
@@ -492,7 +486,7 @@ class Accumulator:
     def forget_values(self) -> None:
         """Recognise none of the values that were seen so far."""
         with self.lock:
-            self._recent = deque(_Recent(slot) for slot in range(_RECENT))
+            self._recent.clear()
             self.phase.forget()
 
     def _seen(self, tensor: Tensor) -> _Recent:
@@ -501,7 +495,8 @@ class Accumulator:
         for known in self._recent:
             if known.version == version >= 0 and known.tensor() is tensor:
                 return known
-        made = _Recent(self._recent.popleft().slot, tensor, version)
+        used = len(self._recent)
+        made = _Recent(used if used < _RECENT else self._recent.popleft().slot, tensor, version)
         self._recent.append(made)
         return made
 
@@ -772,9 +767,8 @@ class Receiver:
         self.plan = plan
         self.placing = placing  # None if this process is alone
         self.accumulator = Accumulator(plan, copy=copy, on_lost=None if strict else on_lost, placing=placing)
-        self.ports: dict[tuple[str, str, str], PortState] = {
-            (port.site.path, port.site.kind, port.site.leaf): PortState(port, apart) for port in plan.ports
-        }
+        ports = [PortState(port, apart) for port in plan.ports]
+        self.ports = {(port.site.path, str(port.kind), port.site.leaf): port for port in ports}
         self.form = FormFacts()
         self.totals = Totals()
         self.callers = Callers()
@@ -811,7 +805,7 @@ class Receiver:
             return known if known.recorded else None
         if not self.callers.admits():
             return None
-        return known if known is not None and known.recorded else self.callers.begin(is_open=False)
+        return known if known is not None and known.recorded else self._begin(True, is_open=False)
 
     def listens_to(self, kind: str) -> bool:
         """Return True if any tap of the plan selects this kind."""
@@ -880,9 +874,7 @@ class Receiver:
             if not known.recorded:
                 return
             self._close(known)
-        recorded = script_tracer() is None and self._is_recorded(training, learning)
-        self.totals.passes += recorded
-        callers.begin(recorded=recorded)
+        self._begin(script_tracer() is None and self._is_recorded(training, learning))
 
     def pass_of(self, port: PortState) -> Pass | None:
         """Return the open pass of the running caller; None if its values are not received.
@@ -896,8 +888,15 @@ class Receiver:
         training = getattr(port.site.module, "training", None)
         if not self.callers.admits() or not self._is_recorded(training, None):
             return None
-        self.totals.passes += 1
-        return self.callers.begin()
+        return self._begin(True)
+
+    def _begin(self, recorded: bool, *, is_open: bool = True) -> Pass:
+        """Begin a pass of the running caller."""
+        callers = self.callers
+        callers.begun += 1
+        self.totals.passes += recorded and is_open
+        made = callers.newest[_caller()] = Pass(callers.begun, callers.ended, recorded, is_open)
+        return made
 
     def _is_recorded(self, training: bool | None, learning: bool | None) -> bool:
         """Return True if a pass is recorded, after switching to its phase."""
@@ -958,6 +957,49 @@ class Receiver:
         found = input_leaves(port.input_names, args, kwargs)
         if not self._take_leaves(port, current.next_call(port), current.number, found):
             port.note = reasons.NO_ARGUMENT
+
+    def request_gradients(
+        self,
+        port: PortState,
+        found: Iterable[tuple[str, Tensor]],
+        replayed: bool = False,
+        ask: Ask = ask_for_gradient,
+    ) -> None:
+        """Request the gradients of these inputs or outputs of a call.
+
+        A checkpoint's replay requests a gradient only if the call that it repeats could not.
+        """
+        current = self.current() if replayed else self.pass_of(port)
+        if current is None:
+            return
+        call = current.next_replay(port) if replayed else current.next_call(port)
+        try:
+            for leaf, tensor in found:
+                self.request_gradient(port, leaf, (call, current.number), tensor, replayed, ask)
+        except Exception as error:
+            self.accumulator.lose(port.site.name, error)
+
+    def request_gradient(
+        self,
+        port: PortState,
+        leaf: str,
+        call: tuple[int, int],
+        tensor: Tensor,
+        replayed: bool,
+        ask: Ask = ask_for_gradient,
+    ) -> None:
+        """Request the gradient of one value. ``call`` is its number in its pass, and that of the pass."""
+        if not tensor.requires_grad:
+            port.note = reasons.NO_GRADIENT
+            known = port.sites.get((leaf, call[0], call[1] if port.apart else 0))
+            if known is not None:
+                known.grad_requested = False
+            return
+        site = self.accumulator.site(port, leaf, *call)
+        if site is not None and not (replayed and site.grad_requested):
+            site.grad_requested = not replayed
+            phase = self.accumulator.phase
+            ask(tensor, self.take_gradient, site, phase, phase.serial)
 
     def take_gradient(self, site: SiteState, phase: PhaseState, serial: int, gradient: Tensor | None) -> None:
         """Receive a gradient that was requested (`gradients`) when the phase had this serial."""

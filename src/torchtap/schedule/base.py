@@ -34,7 +34,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def live(self, moment: Moment) -> bool:
-        """Whether the tap is live at this moment."""
+        """Return True if the tap is live at this moment."""
 
     @abstractmethod
     def spec(self) -> dict[str, object]:
@@ -49,7 +49,7 @@ class Schedule(ABC):
 
     @property
     def by_phase(self) -> bool:
-        """Whether a step's phases may have different answers. Where not, one serves them all."""
+        """Return True if a step's phases may have different answers. Where not, one serves them all."""
         return True
 
     def __and__(self, other: Schedule) -> Schedule:

@@ -233,7 +233,7 @@ def _in_order(steps: range | frozenset[int]) -> Sequence[int]:
 
 
 def _is_number(step: object) -> bool:
-    """Whether a step can be it. What else a user lists is no step, and has no order among them."""
+    """Return True if a step can be it. What else a user lists is no step, and has no order among them."""
     return isinstance(step, Real)
 
 

@@ -179,6 +179,7 @@ class Lookout:
         self._on_mode = on_mode
         self._modes: list[ModeHook] = []
         self._looks = self._paused = self._returned = False
+        self._behind: tuple[AttachedPlan, int] | None = None  # whose hooks those of several models come after
 
     @property
     def placing(self) -> Placing | None:
@@ -196,6 +197,13 @@ class Lookout:
 
     def look(self, wanted: bool) -> None:
         """Register or remove the hooks: they are needed for values, and to place logged numbers and evaluations."""
+        taps = self._steps.taps
+        if self._several and wanted and self._behind != (taps, taps.armings):
+            # A pass ends after the values of the model itself: these hooks come after those of the taps.
+            self._behind = taps, taps.armings
+            self._looks = False
+            for hooks in self._passes:
+                hooks.switch_off()
         if wanted != self._looks:
             self._looks = wanted
             for hooks in self._passes:

@@ -69,9 +69,11 @@ class AttachedPlan:
         self.collector = Collector(receiver.accumulator, receiver.placing)
         self.attachment = attach(model, receiver, way)
         self.armed: frozenset[int] = frozenset()  # the taps that the model has hooks for
+        self.armings = 0  # how often that has changed
 
     def arm(self, live: frozenset[int]) -> None:
         """Register the hooks that these taps need, at the beginning of a step."""
+        self.armings += live != self.armed
         self.armed = live
         self.attachment.arm(live)
 

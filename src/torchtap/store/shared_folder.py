@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, final
 
@@ -67,41 +67,52 @@ class SharedFolder:
                 raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
             return file.read(0, file.size)
 
-    def put(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
-        """Write a file that appears whole. A file of that name is replaced. Raise ``OutputError`` if that fails."""
+    def put(self, name: str, buffers: Iterable[bytes | memoryview]) -> int:
+        """Write a file that appears whole, in place of one of that name, and return its size.
+
+        A buffer is written before the next one is taken. Raise ``OutputError`` if writing fails.
+        """
         try:
-            (self._upload if self.remote else self._write)(name, buffers)
+            return (self._upload if self.remote else self._write)(name, buffers)
         except OSError as error:
             raise OutputError(
                 f"{name} could not be written to {self.path}: {error.strerror or error}. The files before it are safe; "
                 "start again to go on"
             ) from error
 
-    def _write(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
+    def _write(self, name: str, buffers: Iterable[bytes | memoryview]) -> int:
         partial = os.path.join(self.path, f"{_PARTIAL}{secrets.token_hex(8)}")
         try:
             descriptor = system.new_file(partial)
             try:
-                system.write_all(descriptor, buffers)
+                size = 0
+                for buffer in buffers:
+                    system.write_all(descriptor, [buffer])
+                    size += len(buffer)
                 os.fsync(descriptor)  # before the name: a loss of power must not leave a name without bytes
             finally:
                 os.close(descriptor)
             os.replace(partial, os.path.join(self.path, name))
+            return size
         except BaseException:
             with suppress(OSError):
                 os.unlink(partial)
             raise
 
-    def _upload(self, name: str, buffers: Sequence[bytes | memoryview]) -> None:
+    def _upload(self, name: str, buffers: Iterable[bytes | memoryview]) -> int:
         import fsspec
 
         store, path = fsspec.core.url_to_fs(self.path)
+        whole = bytearray()
+        for buffer in buffers:
+            whole += buffer
         try:
-            store.pipe_file(f"{path.rstrip('/')}/{name}", b"".join(buffers))
+            store.pipe_file(f"{path.rstrip('/')}/{name}", bytes(whole))
         except OSError:
             raise
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
+        return len(whole)
 
     def sync(self) -> None:
         """Return when the names of all finished files are on the disk."""

@@ -2,10 +2,10 @@
 
 Guarantees, each held by a test:
 - a page changes only runs inside a folder of runs that was given; a run that was named itself is never touched;
-- nothing outside that folder, whatever a name says and wherever a link leads: no link is written through;
+- nothing outside that folder, whatever the name and wherever a link leads: no link is written through;
 - never a run that is being written;
 - a copy or a merged run appears whole or not at all;
-- tags and the archived mark go into a file of their own: what was recorded stays as it is.
+- tags and the archived mark go into a file of their own: recorded files do not change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAME = re.compile(r"[\w][\w .+=@,~-]{0,120}")
 
 
 def manage(catalog: Catalog, asked: Any) -> dict[str, Any]:
-    """Do what ``asked`` says (``run``, ``action``, ``value``); says the run's name afterwards."""
+    """Do the requested ``action`` with ``value`` on ``run``. Return the run's name afterwards."""
     if not isinstance(asked, Mapping) or not isinstance(asked.get("run"), str):
         raise Refused("which run? ask with 'run' and 'action'")
     action = _ACTIONS.get(str(asked.get("action")))

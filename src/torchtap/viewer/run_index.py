@@ -297,7 +297,7 @@ def _value_name(site: str) -> str:
 
 
 def better(name: str) -> str | None:
-    """Return "min" or "max" if the name of a logged value tells which one is better, else None."""
+    """Return "min" or "max" if the better one follows from the name of a logged value, else None."""
     return "min" if _SMALL.search(name) else "max" if _LARGE.search(name) else None
 
 

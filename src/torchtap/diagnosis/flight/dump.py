@@ -181,7 +181,7 @@ def explain(
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaN being the same as NaN."""
+    """Return True if two tensors hold the same values, NaN being the same as NaN."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     same = (left == right) | (left.isnan() & right.isnan())

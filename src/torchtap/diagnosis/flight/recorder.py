@@ -215,12 +215,12 @@ class Asked:
         return None
 
     def by_signal(self) -> bool:
-        """Whether the signal came since the last time."""
+        """Return True if the signal came since the last time."""
         came, self._signalled = self._signalled, False
         return came
 
     def folder_changed(self) -> bool:
-        """Whether anything came into the folder since the last time: a request, or another rank's incident."""
+        """Return True if anything came into the folder since the last time: a request, or another rank's incident."""
         try:
             now = os.stat(self._folder).st_mtime_ns
         except OSError:
@@ -229,7 +229,7 @@ class Asked:
         return changed
 
     def by_file(self) -> bool:
-        """Whether the file is there; it is taken away."""
+        """Return True if the file is there; it is taken away."""
         try:
             (self._folder / ASKING).unlink()
         except OSError:
@@ -592,7 +592,7 @@ def _rank() -> tuple[int, int]:
 
 
 def _talks(models: dict[str, nn.Module]) -> bool:
-    """Whether running a model by itself would talk to other ranks."""
+    """Return True if running a model by itself would talk to other ranks."""
     if _rank()[1] == 1:
         return False
     modules = [module for model in models.values() for module in model.modules()]

@@ -177,7 +177,7 @@ class PassKeeper:
 
     @property
     def listens(self) -> bool:
-        """Whether a call that comes now is one of the training."""
+        """Return True if a call that comes now is one of the training."""
         return not self._paused and torch.is_grad_enabled() and graph_task() == -1
 
     @property
@@ -429,7 +429,7 @@ def _independent(found: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tenso
 
 
 def _leads_to(result: Tensor, value: Tensor) -> bool:
-    """Whether ``result`` was computed from ``value``."""
+    """Return True if ``result`` was computed from ``value``."""
     wanted, waiting, seen = value.grad_fn, _above(result.grad_fn), set()
     while waiting:
         node = waiting.pop()

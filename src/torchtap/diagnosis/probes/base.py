@@ -23,7 +23,7 @@ class Telling(Protocol):
 
     @property
     def live(self) -> bool:
-        """Whether this step is one that is looked at."""
+        """Return True if this step is one that is looked at."""
 
     @property
     def step(self) -> int:
@@ -99,7 +99,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def is_nonzero(value: Tensor | None) -> bool:
-    """Whether there is a value that is not all zero."""
+    """Return True if there is a value that is not all zero."""
     if value is None:
         return False
     value = local_part(value)  # the whole of one that is spread over ranks would be a collective

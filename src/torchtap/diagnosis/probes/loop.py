@@ -295,7 +295,7 @@ class MembershipProbe(ListeningProbe):
 
 
 def is_fresh(patient: Patient) -> bool:
-    """Whether weights are as they were initialised: norms at one and zero, biases within their first bounds.
+    """Return True if weights are as they were initialised: norms at one and zero, biases within their first bounds.
 
     Training moves all of these at once, so one that has moved is enough to say no.
     """
@@ -339,7 +339,7 @@ _EVALUATION_LOOKS = 3
 
 
 def has_mode(module: nn.Module) -> bool:
-    """Whether a module does other things in training than in evaluation."""
+    """Return True if a module does other things in training than in evaluation."""
     if isinstance(module, AnyDropout):
         return module.p > 0
     return isinstance(module, RunningNorm) and module.track_running_stats
@@ -452,7 +452,7 @@ class ModeProbe(StepListener):
                 self._tell.fact("slow-statistics", site_name(path, "output"), left, text)
 
     def _learns_mostly(self) -> bool:
-        """Whether at least half of the model learns: the rest of a frozen one may well be in evaluation."""
+        """Return True if at least half of the model learns: the rest of a frozen one may well be in evaluation."""
         parameters = self._patient.parameters.values()
         learning = sum(each.numel() for each in parameters if each.requires_grad)
         return 2 * learning >= sum(each.numel() for each in parameters)

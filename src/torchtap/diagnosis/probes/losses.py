@@ -23,7 +23,7 @@ from torchtap.spi import Hooks
 
 
 def is_next_token(tokens: Tensor, target: Tensor, ignored: int | None = -100) -> bool:
-    """Whether targets are the tokens that follow, whatever the layout: (batch, time) or (time, batch)."""
+    """Return True if targets are the tokens that follow, whatever the layout: (batch, time) or (time, batch)."""
     return shift_of(tokens, target, ignored) == 1
 
 
@@ -103,7 +103,7 @@ def _before(node: Node) -> list[Node]:
 
 
 def is_error(first: Node | None) -> bool:
-    """Whether a loss is one that cannot be negative, times factors: its sign is that of the factors."""
+    """Return True if a loss is one that cannot be negative, times factors: its sign is that of the factors."""
     node = first
     for _ in range(_CHAIN):
         if node is None:

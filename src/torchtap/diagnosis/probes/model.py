@@ -303,7 +303,7 @@ class FunctionProbe:
         self._measure(scores.softmax(-1).nan_to_num()[None], (scores > -1e4)[None])
 
     def _is_due(self) -> bool:
-        """Whether it is this module's turn: those that were measured longest ago come first."""
+        """Return True if it is this module's turn: those that were measured longest ago come first."""
         path, step = self._caller(), self._tell.step
         last = self._attended.get(path)
         count = self._measured[1] if self._measured[0] == step else 0

@@ -364,7 +364,7 @@ def zero_gradient(
 
 
 def _is_silenced(chart: Chart, length: int) -> bool:
-    """Whether an output is nothing but zeros: then there is no gradient before it, and `dead` says why."""
+    """Return True if an output is nothing but zeros: then there is no gradient before it, and `dead` says why."""
     silent = chart.grid("zeros", "output", last=length, where=is_whole)
     return bool(silent) and bool((silent.values == 1).all(axis=1).any())
 

@@ -115,7 +115,7 @@ def _note_first(chart: Chart, found: ChartGrid, word: str, first: dict[str, _Out
 
 
 def _is_of_the_loss(chart: Chart, first: _Outbreak) -> bool:
-    """Whether gradients are the first: those of a loss that is not finite are its effect."""
+    """Return True if gradients are the first: those of a loss that is not finite are its effect."""
     if first.place.kind not in _GRADIENTS:
         return False
     return any(fact.step <= first.step for fact in chart.facts("loss-not-finite"))
@@ -140,7 +140,7 @@ _SMALLEST_NORMAL = 2.0**-14  # of float16
 
 
 def is_half(place: ChartedSite) -> bool:
-    """Whether a site's values are float16."""
+    """Return True if a site's values are float16."""
     return place.dtype == "float16"
 
 

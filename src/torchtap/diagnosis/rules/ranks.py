@@ -214,7 +214,7 @@ def ranks_fed_alike(rule: Rule, chart: Chart, *, length: int = 3) -> Iterable[Fi
 
 
 def _reads_other_data(chart: Chart, one: int, other: int, replicated: bool | None) -> bool:
-    """Whether two ranks are to have different samples: they differ along an axis that divides the batch."""
+    """Return True if two ranks are to have different samples: they differ along an axis that divides the batch."""
     site = _input_site(chart)
     first, second = chart.ranks[one].placed(site), chart.ranks[other].placed(site)
     if first is None or second is None or len(first.axes) != len(second.axes):
@@ -434,7 +434,7 @@ def ranks_buffers(rule: Rule, chart: Chart) -> Iterable[Finding]:
 
 
 def _stays_one(weights: list[Replicas], column: int) -> bool:
-    """Whether a module's weights are the same on all ranks, also after an update: they are no shards."""
+    """Return True if a module's weights are the same on all ranks, also after an update: they are no shards."""
     later = [each.seen & each.same for each in weights]
     return bool(later) and all(
         bool(flags[column:].all()) and bool(flags[column + 1 :].any()) for flags in later

@@ -154,7 +154,7 @@ def _site_argument(node: fx.Node) -> int | None:
 
 
 def is_exported(owner: fx.GraphModule) -> bool:
-    """Whether export made a graph. It knows modules by their paths; an FX trace knows the modules themselves."""
+    """Return True if export made a graph. It knows modules by their paths; an FX trace knows the modules themselves."""
     return any("val" in node.meta for node in owner.graph.nodes if node.op == "call_function")
 
 

@@ -57,14 +57,14 @@ _MOST_FUNCTIONS = 200  # that a forward is followed into
 
 
 def is_torch_class(described: object) -> bool:
-    """Whether a class, or its dotted name, is one of torch.nn: its forward is known to leak nothing."""
+    """Return True if a class, or its dotted name, is one of torch.nn: its forward is known to leak nothing."""
     if isinstance(described, type):
         return described.__module__.startswith("torch.nn.modules.")
     return str(described).startswith("torch.nn.modules.")
 
 
 def can_leak(described: object) -> bool:
-    """Whether the forward of a class, or of a dotted name of one, can hand out what it does not return."""
+    """Return True if the forward of a class, or of a dotted name of one, can hand out what it does not return."""
     if is_torch_class(described):
         return False
     found = described if isinstance(described, type) else find_class(described)
@@ -99,7 +99,7 @@ def _meddles(found: type) -> bool:
 
 
 def takes_one(described: object) -> bool:
-    """Whether the forward of a class has one parameter beside ``self``."""
+    """Return True if the forward of a class has one parameter beside ``self``."""
     found = described if isinstance(described, type) else find_class(described)
     if found is None:
         return False

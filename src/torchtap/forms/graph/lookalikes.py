@@ -36,7 +36,7 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _nested(paths: list[str]) -> bool:
-    """Whether the paths are a module and what it wraps, which hold the same parameters under other names."""
+    """Return True if the paths are a module and what it wraps, which hold the same parameters under other names."""
     return any(ModulePath(one).is_inside(other) for one in paths for other in paths)
 
 
@@ -53,7 +53,7 @@ class Lookalikes:
         self._doubtful = [False] * len(self._groups)
 
     def is_certain(self, path: str) -> bool:
-        """Whether the next call at this path has the name that eager gives it."""
+        """Return True if the next call at this path has the name that eager gives it."""
         certain = True
         for number, group in enumerate(self._groups):
             if any(path == each or ModulePath(path).is_inside(each) for each in group):

@@ -84,7 +84,7 @@ def _numbered(found: list[fx.Node], doubtful: bool) -> list[tuple[str, fx.Node]]
 
 
 def _may_leak(region: Region, node: fx.Node) -> bool:
-    """Whether a value may have left a module by another way than its return."""
+    """Return True if a value may have left a module by another way than its return."""
     if any(is_meddled_with(mark.described) for mark in region.nodes[node]):
         return True
     if is_torch_class(region.mark.described) and not region.marks_inside(node):
@@ -132,13 +132,13 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _shares_memory(node: fx.Node) -> bool:
-    """Whether a node's tensor may be that of its first argument, or a view of it."""
+    """Return True if a node's tensor may be that of its first argument, or a view of it."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(each.alias_info is not None for each in schema.returns)
 
 
 def _hands_on(region: Region, node: fx.Node) -> bool:
-    """Whether a node only hands on a value from outside, as ``x.to(x.dtype)`` does."""
+    """Return True if a node only hands on a value from outside, as ``x.to(x.dtype)`` does."""
     while str(node.target) in _NO_CHANGE and isinstance(node.args[0], fx.Node) and _same_kind(node):
         node = node.args[0]
         if node not in region.nodes:

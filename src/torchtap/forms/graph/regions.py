@@ -89,7 +89,7 @@ class Region:
         return min((max(self.nodes).next, *(user for user in value.users if user not in self.nodes)))
 
     def is_activation(self, node: fx.Node) -> bool:
-        """Whether a node stands for a tensor that the model computes or is given."""
+        """Return True if a node stands for a tensor that the model computes or is given."""
         if node.op == "get_attr" or node in self.lifted:
             return False
         value = node.meta.get("val", node.meta.get("example_value"))

@@ -33,7 +33,7 @@ class Print:
     sums: tuple[float, ...] = ()
 
     def is_near(self, other: Print) -> bool:
-        """Whether the values are the same but for rounding, as far as the sums tell."""
+        """Return True if the values are the same but for rounding, as far as the sums tell."""
         if (self.shape, self.dtype) != (other.shape, other.dtype) or not self.sums or not other.sums:
             return False
         size = max(self.sums[0], other.sums[0])

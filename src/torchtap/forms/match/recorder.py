@@ -30,7 +30,7 @@ class PrintRecorder:
         self._thread = threading.get_ident()
 
     def hears_this_thread(self) -> bool:
-        """Whether values of the running thread are recorded."""
+        """Return True if values of the running thread are recorded."""
         return self._thread == threading.get_ident()
 
     def take_from_inside(self, kind: str, owner: str | None, leaf: str, tensor: Tensor) -> None:

@@ -20,7 +20,7 @@ _silent: set[str] = set()
 
 
 def silences(address: str, kinds: tuple[str, ...]) -> bool:
-    """Whether the call that Dynamo is tracing is inside such a graph."""
+    """Return True if the call that Dynamo is tracing is inside such a graph."""
     if torch.compiler.is_exporting() or _NO_EFFECTS.isdisjoint(graphs_being_traced()):
         return False
     for kind in kinds:
@@ -30,5 +30,5 @@ def silences(address: str, kinds: tuple[str, ...]) -> bool:
 
 
 def is_silent(site: str) -> bool:
-    """Whether a call of this site, with its channel, was ever traced inside such a graph."""
+    """Return True if a call of this site, with its channel, was ever traced inside such a graph."""
     return site in _silent

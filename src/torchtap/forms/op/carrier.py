@@ -48,7 +48,7 @@ __all__ = [
 
 
 def _hears(what: Emitted) -> bool:
-    """Whether an op call would be of use: someone listens, or the call is being put into a graph."""
+    """Return True if an op call would be of use: someone listens, or the call is being put into a graph."""
     # Tracers first: what follows would become guards of the compiled code.
     return _traced() or "|" in what.address or op.heard()
 

@@ -114,7 +114,7 @@ class Channel:
         receivers[self.number] = receiver
 
     def is_open(self) -> bool:
-        """Whether a receiver listens."""
+        """Return True if a receiver listens."""
         return self.number in receivers
 
     def close(self) -> None:

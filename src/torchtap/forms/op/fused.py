@@ -19,12 +19,12 @@ everywhere = False
 
 
 def may_fuse(device: str) -> bool:
-    """Whether statistics of values on a kind of device are computed in the graph."""
+    """Return True if statistics of values on a kind of device are computed in the graph."""
     return everywhere or device != "cpu"
 
 
 def is_fused(value: Tensor) -> bool:
-    """Whether those of this value are."""
+    """Return True if those of this value are."""
     return may_fuse(value.device.type) and value.is_floating_point() and value.numel() > 0
 
 

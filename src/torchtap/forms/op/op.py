@@ -100,7 +100,7 @@ def register() -> None:
 
 
 def heard() -> bool:
-    """Whether anyone listens to sites without a channel. Not to be asked in code that Dynamo traces."""
+    """Return True if anyone listens to sites without a channel. Not to be asked in code that Dynamo traces."""
     return bool(_listeners)
 
 

@@ -76,7 +76,7 @@ class TracedNames:
         )
 
     def knows(self, path: str, method: str) -> bool:
-        """Whether a method was traced, and so has a signature of its own."""
+        """Return True if a method was traced, and so has a signature of its own."""
         if not path or not self.is_traced:
             return False
         nodes = self._method(path, method).graph.nodes()
@@ -134,7 +134,7 @@ class TracedNames:
         return {n: self._origin_out(path, method, n) for n in range(count)}
 
     def brings(self, path: str, kind: str) -> bool:
-        """Whether any call of a module has a tensor of this kind."""
+        """Return True if any call of a module has a tensor of this kind."""
         methods = forward_methods(self._instances[path]).values()
         if kind.endswith("input"):
             return any(len(list(method.graph.inputs())) > 1 for method in methods)
@@ -207,7 +207,7 @@ class TracedNames:
 
 
 def _casts(node: ScriptNode) -> bool:
-    """Whether the types in the graph tell that an operation makes another tensor."""
+    """Return True if the types in the graph tell that an operation makes another tensor."""
     given, made = node.inputsAt(0).type(), node.output().type()
     if given.kind() != "TensorType" or made.kind() != "TensorType":
         return False
@@ -225,7 +225,7 @@ def _is_traced_line(text: str) -> bool:
 
 
 def _is_scripted_line(text: str) -> bool:
-    """Whether a line of Python source was compiled. What a loaded trace's own code adds is of no file."""
+    """Return True if a line of Python source was compiled. What a loaded trace's own code adds is of no file."""
     return re.match(r'\s*File "(?!"|code/__torch__)', text) is not None
 
 

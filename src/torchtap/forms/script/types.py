@@ -17,7 +17,7 @@ _LONGEST_TUPLE = 4  # among values of any type
 
 
 def can_hold_tensors(jit_type: ScriptType) -> bool:
-    """Whether a value of this type has tensors that `emit_lines` reaches."""
+    """Return True if a value of this type has tensors that `emit_lines` reaches."""
     kind = jit_type.kind()
     if kind in ("TensorType", "AnyType"):
         return True

@@ -10,7 +10,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def injected_path(present: str | None) -> str:
-    """Return a ``PYTHONPATH`` that begins with the folder and goes on with the present one."""
+    """Return a ``PYTHONPATH`` that begins with the folder, followed by the present one."""
     # An empty entry stays: it is the current folder.
     others = (
         [each for each in present.split(os.pathsep) if os.path.abspath(each) != FOLDER] if present else []

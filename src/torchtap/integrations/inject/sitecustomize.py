@@ -6,7 +6,7 @@ its start. Guarantees:
 - the user's own ``sitecustomize`` runs as if this file did not exist, and this folder leaves ``sys.path``;
 - recording starts after ``import torch`` is complete, and never while a module of torchtap is half imported;
 - no error reaches the program. If torchtap is broken, missing, shadowed or of another version, the training is not
-  recorded, and one line on standard error says so.
+  recorded, and one line on standard error states it.
 
 It imports nothing of torchtap before torch is imported. Programs start older Pythons too, so it uses the syntax of 3.6.
 """

@@ -29,7 +29,7 @@ Found = Callable[[dict[str, nn.Module], list[Optimizer]], None]
 class Discovery(StepListener):
     """Call ``found(models, optimizers)`` for each group of optimizers, when a model of theirs is first called.
 
-    ``also(optimizer)`` is called first for an optimizer that comes later; it returns True if its parameters are
+    ``also(optimizer)`` is called first for a later optimizer; it returns True if its parameters are
     recorded already.
     """
 
@@ -101,7 +101,7 @@ class Discovery(StepListener):
             self._found(models, optimizers)
 
     def stop(self) -> None:
-        """Leave torch as it was."""
+        """Restore torch."""
         self._stopped = True
         self._first_call.stop()
         training.stop_listening(self)

@@ -89,7 +89,7 @@ class TrainingRecording:
         atexit.register(self._at_exit)
 
     def _is_recorded(self, optimizer: Optimizer) -> bool:
-        """Follow an optimizer that came later if its parameters are recorded. Returns False if they are not."""
+        """Follow a later optimizer if its parameters are recorded. Return False if they are not."""
         watch = self._watch
         if watch is None or not self._is_ours() or self._settings.model is not None:
             return True  # nothing can be done for it
@@ -220,7 +220,7 @@ class TrainingRecording:
 
 @final
 class Trainings:
-    """Count trainings: optimizers that came without an update in between belong to one."""
+    """Count trainings: optimizers without an update in between belong to one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -268,7 +268,7 @@ class LastWords:
         os.kill(os.getpid(), number)
 
     def stop(self) -> None:
-        """Leave the process as it was."""
+        """Remove everything from the process."""
         if os._exit is self._leave:
             os._exit = self._exit
         in_main = threading.current_thread() is threading.main_thread()
@@ -354,7 +354,7 @@ def keep_the_exit_code_of_an_interrupt() -> None:
 
     Python remembers that an interrupt ended the program, and forgets it when a string is executed afterwards. Modules
     that the end of a recording imports do this (every dataclass is made so). An interrupt that leaves a string sets
-    it again, whether or not somebody catches it then.
+    it again, caught or not.
     """
     if issubclass(getattr(sys, "last_type", None) or Exception, KeyboardInterrupt):
         with contextlib.suppress(KeyboardInterrupt):

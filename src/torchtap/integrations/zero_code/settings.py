@@ -1,4 +1,4 @@
-"""What to record of a script, from the words of the ``TORCHTAP`` variable: a TOML file, JSON text, or ``1``.
+"""Settings of the recording of a script, from the ``TORCHTAP`` variable: a TOML file, JSON text, or ``1``.
 
 A plan file::
 
@@ -40,7 +40,7 @@ DEFAULT_SITES = ("*:output", "*:grad_output", "*:param", "*:param_grad", "*:upda
 @final
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to record, where, and how much of the time it may take."""
+    """The selected values, the run folder, and the share of time."""
 
     out: str | None = None
     every: int = 10
@@ -78,7 +78,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, words: str) -> Settings:
-        """What the ``TORCHTAP`` variable says."""
+        """Return the settings in the ``TORCHTAP`` variable."""
         if words.lstrip().startswith("{"):
             try:
                 values = parse_json(words)
@@ -98,7 +98,7 @@ class Settings:
         return json.dumps(self.as_dict())
 
     def folder(self) -> str:
-        """The run folder: what was asked for, or one that all processes of a launch find by themselves."""
+        """Return the run folder: the given one, or one that all processes of a launch agree on."""
         if self.out is not None:
             return self.out
         script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0] or "script").stem

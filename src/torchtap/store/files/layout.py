@@ -36,6 +36,7 @@ __all__ = [
     "FORMAT_NAME",
     "FORMAT_VERSION",
     "LAUNCH",
+    "LAUNCHES",
     "LOCK",
     "MANIFEST",
     "RUN_ID",
@@ -66,6 +67,7 @@ RUN_ID = "run_id"  # in every file: identifies the attempt that wrote it
 EVENT_RUN_ID = "@run_id"  # in events, whose other names are the user's
 CLOSED = "closed.json"
 LAUNCH = "launch.json"
+LAUNCHES = "launches.json"  # of a run with a fold over its ranks
 LOCK = "writer.lock"
 TEMPORARY = ".tmp-"  # what a file is called before it is whole
 

@@ -43,7 +43,7 @@ from torchtap.store.files.layout import (
 )
 from torchtap.store.format.checksum import JSON_LIMIT, UNSEALED, checksum, is_sealed, load_json, seal
 
-__all__ = ["PackDestination", "PackWriter", "PackedRoot", "run_folder"]
+__all__ = ["PackDestination", "PackWriter", "PackedRoot", "copy_ranks", "run_folder"]
 
 _HEAD = struct.Struct("<4sB3xIIQ")  # magic, state, checksum, length of the path, size of the file
 _REST = struct.Struct("<IQ")  # of the head: what the checksum is of, with the path
@@ -127,6 +127,19 @@ class PackWriter:
     def sync(self) -> None:
         """Return when everything that was appended is on the disk."""
         os.fsync(self._descriptor)
+
+
+def copy_ranks(root: Folder, ranks: Sequence[int], target: str | os.PathLike[str]) -> None:
+    """Copy the files of successive ranks of a run into one pack."""
+    pack = PackWriter(os.path.join(target, pack_name(ranks[0], ranks[-1], "0" * 8)))
+    for rank in ranks:
+        folder = root.child(rank_folder(rank))
+        for attempt in folder.names():
+            inside = folder.child(attempt)
+            for name in sorted(set(inside.names()) - {LOCK}):
+                with inside.open(name) as file:
+                    pack.append(f"{rank_folder(rank)}/{attempt}/{name}", [file.read(0, file.size)])
+    pack.close()
 
 
 @final

@@ -507,10 +507,10 @@ class Run:
         partial: bool = False,
     ) -> Table:
         """Return every number as rows: step, epoch, batch, phase, site, statistic, value."""
-        for site in sites or ():
-            site = self._check(site)
-        site_names = list(dict.fromkeys(self.sites() if sites is None else sites))
+        site_names = list(dict.fromkeys(self.sites() if sites is None else map(self._check, sites)))
         kinds = list(dict.fromkeys(self.statistics() if statistics is None else statistics))
+        for unknown in set(kinds).difference(self.statistics()):
+            raise no_such_statistic("this run", unknown, self.statistics())
         clock, phases = np.asarray(self.clock()), self.phases or [TRAINING]
         none = np.zeros(0, np.int64)
         cells: list[tuple[np.ndarray, ...]] = [

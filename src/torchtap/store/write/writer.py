@@ -38,6 +38,7 @@ from torchtap.store.files.layout import (
     FORMAT_NAME,
     FORMAT_VERSION,
     LAUNCH,
+    LAUNCHES,
     MANIFEST,
     RUN_ID,
     launch_digest,
@@ -222,6 +223,8 @@ def _place(folder: str, rank: int, world: int, pack: tuple[int, int] | None) -> 
         from torchtap.store.files.remote import RemoteDestination
 
         return RemoteDestination(folder, rank)
+    with suppress(OSError):  # a fold of what was recorded before does not have what comes now
+        os.unlink(os.path.join(folder, LAUNCHES))
     if pack is None and world >= _PACKED_FROM:
         pack = node_ranks(rank)
     if pack is None or not has_numbered_locks():
