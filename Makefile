@@ -116,6 +116,7 @@ golden: $(VENV)/.dev
 SERVING ?=
 serving: .venv-serving/.ready
 	OMP_NUM_THREADS=1 .venv-serving/bin/python -m tests.serving.vllm_campaign $(SERVING)
+	OMP_NUM_THREADS=1 .venv-serving/bin/python -m tests.serving.rollout_faults
 
 # A browser for the tests that need one, from the system's packages where that is possible.
 browser:

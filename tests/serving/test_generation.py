@@ -176,3 +176,45 @@ def test_a_value_without_a_row_for_each_token_is_reported(model: LlamaForCausalL
         model.generate(**padded(PROMPTS[:2]), max_new_tokens=2, do_sample=False)
     assert "does not have one row for each" in seen.problems["lm_head:output"]
     assert list(seen.of_request("0")) == ["model.layers.0:output"]
+
+
+def test_steering_changes_the_chosen_tokens_of_the_chosen_request_alone(model: LlamaForCausalLM) -> None:
+    vector = torch.linspace(-1, 1, 64)
+    inputs = padded(PROMPTS[:3])
+    with serving.capture(model) as plain:
+        model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    change = {"model.layers.1:output": lambda rows: rows + vector}
+    steering = serving.steer(model, change, requests=["1"], tokens=range(4, 100))
+    with serving.capture(model) as seen, steering:
+        model.generate(**inputs, max_new_tokens=5, do_sample=False)
+    for request in ("0", "2"):
+        assert torch.equal(
+            seen.of_request(request)["model.layers.2:output"],
+            plain.of_request(request)["model.layers.2:output"],
+        )
+    values = seen.of_request("1")
+    assert steering.applied == {"1": len(values.positions) - 4}
+
+    def reference(_module: object, _args: object, output: Any) -> Any:
+        output = output.clone()
+        output[:, 4:] += vector
+        return output
+
+    handle = model.model.layers[1].register_forward_hook(reference)
+    try:
+        expected = rows_by_hooks(model, values.tokens)
+    finally:
+        handle.remove()
+    got = values["model.layers.2:output"]
+    torch.testing.assert_close(got, expected["model.layers.2"][values.positions], atol=1e-5, rtol=0)
+
+
+def test_steering_of_bad_input_is_refused(model: LlamaForCausalLM) -> None:
+    with pytest.raises(PlanError, match="steering needs functions"):
+        serving.steer(model, {"model.layers.1:output": 3.0})  # type: ignore[dict-item]
+    with (
+        pytest.raises(PlanError, match="must return rows of shape"),
+        serving.steer(model, {"model.layers.1:output": lambda rows: rows[:, :2]}),
+    ):
+        model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False)
+    assert not any(module._forward_hooks for module in model.modules())

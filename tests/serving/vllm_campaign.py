@@ -9,8 +9,10 @@ addresses. A row is wrong if it is not within 1e-4 of its own position, or if it
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -39,6 +41,7 @@ CONFIGS = {
 }
 SITES = ("model.embed_tokens:output", "model.layers.*:output")
 TOLERANCE = 1e-4
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 COMPILED = {
     "enforce_eager": False,
     "worker_cls": "torchtap.serving.vllm_tap_worker.TapWorker",
@@ -176,52 +179,74 @@ def check(seen: Any, model: Any, count: Counter[str]) -> float:
     return worst
 
 
-def campaign(tokens: int, seed: int, folder: Path, **options: Any) -> tuple[Counter[str], float]:
+def one_engine(path: Path, rng: random.Random, parts: int, count: Counter[str], **options: Any) -> float:
+    """Run schedules on one engine, without and with taps, and check every row."""
     from torchtap import serving
 
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    llm = make_engine(path, rng, **options)
+    worst = 0.0
+    for part in range(parts):
+        schedule = make_schedule(rng, 14)
+        before = run_schedule(llm, schedule, f"plain{part}.")
+        with serving.capture(llm, *SITES) as seen:
+            after = run_schedule(llm, schedule, f"tapped{part}.")
+        count["outputs that changed"] += sum(before[each] != after[each] for each in before)
+        count["passes refused"] += bool(seen.problems)
+        count["aborts"] += sum(abort is not None for *_, abort in schedule)
+        worst = max(worst, check(seen, model, count))
+    return worst
+
+
+def campaign(
+    names: list[str], tokens: int, seed: int, drafts: bool, **options: Any
+) -> tuple[Counter[str], float]:
     total: Counter[str] = Counter()
     worst = 0.0
-    for name in CONFIGS:
-        path = saved_model(name, folder)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        count: Counter[str] = Counter()
-        number = 0
-        while count["tokens"] < tokens / len(CONFIGS):
-            rng = random.Random(f"{seed} {name} {number}")
-            drafting = {"speculative_config": {
-                "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
-            }} if number % 2 == 1 else {}  # fmt: skip
-            llm = make_engine(path, rng, **drafting, **options)
-            for part in range(2):
-                schedule = make_schedule(rng, 14)
-                before = run_schedule(llm, schedule, f"plain{part}.")
-                with serving.capture(llm, *SITES) as seen:
-                    after = run_schedule(llm, schedule, f"tapped{part}.")
-                count["outputs that changed"] += sum(before[each] != after[each] for each in before)
-                count["passes refused"] += bool(seen.problems)
-                count["aborts"] += sum(abort is not None for *_, abort in schedule)
-                worst = max(worst, check(seen, model, count))
-            del llm
-            number += 1
-        print(f"{name}: {dict(count)}", flush=True)
-        total += count
-        for key in ("wrong rows", "outputs that changed", "passes refused", "missing"):
-            total[key] += 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            path = saved_model(name, Path(folder))
+            count: Counter[str] = Counter()
+            number = 0
+            while count["tokens"] < tokens:
+                rng = random.Random(f"{seed} {name} {number} {drafts}")
+                more = {"speculative_config": DRAFTS} if drafts else {}
+                worst = max(worst, one_engine(path, rng, 2, count, **more, **options))
+                number += 1
+                if drafts:
+                    break  # vLLM cannot start a second engine in a process that used its n-gram drafter
+            print(f"{name}{', with drafts' if drafts else ''}: {dict(count)}", flush=True)
+            total.update(count)
     return total, worst
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument(
+        "--tokens", type=int, default=10_000, help="of all models, without those of drafting engines"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--compiled", action="store_true", help="compile the model, with the taps in its graph"
     )
+    parser.add_argument("--drafts", help="run this model alone, with drafted tokens; writes JSON to --result")
+    parser.add_argument("--result")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        total, worst = campaign(
-            asked.tokens, asked.seed, Path(folder), **(COMPILED if asked.compiled else {})
-        )
+    options = COMPILED if asked.compiled else {}
+    if asked.drafts:
+        total, worst = campaign([asked.drafts], asked.tokens, asked.seed, True, **options)
+        Path(asked.result).write_text(json.dumps([dict(total), worst]))
+        return 0
+    total, worst = campaign([*CONFIGS], asked.tokens // 3, asked.seed, False, **options)
+    for name in CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            words = ["--drafts", name, "--tokens", "1500", "--seed", str(asked.seed), "--result", str(result)]
+            words += ["--compiled"] * asked.compiled
+            subprocess.run([sys.executable, "-m", "tests.serving.vllm_campaign", *words], check=True)
+            count, far = json.loads(result.read_text())
+            total.update(count)
+            worst = max(worst, far)
     width = max(map(len, total))
     for key, value in total.items():
         print(f"{key:{width}}  {value}")

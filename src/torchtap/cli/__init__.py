@@ -38,6 +38,7 @@ COMMANDS = {
     "run": "Run an unchanged training script and record the inside of its model.",
     "runs": "List, tag, rename, prune, delete, copy and merge runs.",
     "selftest": "List the parts of this installation and prove that they work on this machine.",
+    "serve": "Start a serving engine with taps, and record chosen requests.",
     "show": "Show a run: its sites, numbers, tensors and coverage.",
     "sites": "List the sites of a model.",
     "tail": "Follow a training in the terminal while it writes.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -147,6 +147,7 @@ def compare(
     steps: Sequence[int] | None = None,
     gradients: bool | Loss = False,
     shadow: bool = True,
+    by: Literal["site", "token"] = "site",
     progress: bool | Listener | None = None,
 ) -> Comparison:
     """Compare a target with a reference, site by site, and name the first module that differs.
@@ -164,9 +165,17 @@ def compare(
     ``steps``      compare these steps of two runs alone
     ``gradients``  also compare gradients; a function of the model's output gives the loss
     ``shadow``     run the target's modules on the reference's inputs as well (live eager models only)
+    ``by``         "token": the target is a recording of a serving engine (`torchtap.serving`); the reference, a model
+                   of transformers, runs on the tokens of its requests, and rows meet by request and position
     ``progress``   True shows a bar; a function is called with what is done, how many parts, and of how many
     """
     with showing(progress):
+        if by == "token":
+            from torchtap.serving.token_compare import compare_tokens
+
+            return compare_tokens(reference, target)
+        if by != "site":
+            raise CompareError(f"by={by!r}: rows are compared by 'site' or by 'token'")
         return _compare(reference, target, inputs, rules, repeat, golden, steps, gradients, shadow)
 
 

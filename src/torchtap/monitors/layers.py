@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, final, overload
+from typing import Any, Literal, NamedTuple, Self, cast, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ __all__ = [
     "get_layer_hidden_states",
     "open_layers",
     "record_layers",
+    "write_layers",
 ]
 
 _last_pass = threading.local()
@@ -81,7 +82,7 @@ def record_layers(
         with tt.record_layers(model, "layers", layers=[0, 30, 61]):
             model(**inputs)
 
-    model: the model, in any form.
+    model: the model, in any form; or a ``vllm.LLM``, for one folder for each request, when the block is left.
     out_dir: folder for the run and the files; None keeps the last pass in memory only.
     layers: indices of blocks, ``"embedding"`` for the input of the first one, or selectors. All layers by default.
     enabled: False returns a recorder that is switched off. ``record_layer_outputs`` means the same and wins.
@@ -90,6 +91,10 @@ def record_layers(
     `OutputError` if ``out_dir`` already holds a recording.
     """
     on = enabled if record_layer_outputs is None else record_layer_outputs
+    if hasattr(model, "collective_rpc"):  # a serving engine
+        from torchtap.serving.layer_files import EngineLayers
+
+        return cast("LayerRecorder", EngineLayers(model, out_dir))
     return LayerRecorder(model, out_dir, layers, enabled=on)
 
 
@@ -441,7 +446,7 @@ class LayerRecorder:
         self.passes.append(found)
         if found.folder is not None:
             numbered = dict(zip(numbers, self._layers, strict=True))
-            _write_layers(found.folder, numbered, self._metadata(found, record, opened.cached_tokens))
+            write_layers(found.folder, numbered, self._metadata(found, record, opened.cached_tokens))
 
     def hint(self, topic: str, message: str) -> None:
         """Drop a hint of the watch: a step here is one pass, with or without an update."""
@@ -535,7 +540,8 @@ def _statistics(value: Tensor) -> dict[str, Any]:
     }
 
 
-def _write_layers(folder: Path, layers: Mapping[int, Tensor], metadata: dict[str, Any]) -> None:
+def write_layers(folder: Path, layers: Mapping[int, Tensor], metadata: dict[str, Any]) -> None:
+    """Write the files of one pass: a tensor for each layer, ``statistics.pt`` and ``metadata.pt``."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, value in layers.items():
         name = "embedding_output.pt" if number == 0 else f"layer_{number}_output.pt"

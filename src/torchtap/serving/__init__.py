@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtap.serving.addresses import RequestTokens as RequestTokens
     from torchtap.serving.engine_capture import capture as capture
+    from torchtap.serving.steering import steer as steer
     from torchtap.serving.values import ServedRun as ServedRun
     from torchtap.serving.values import ServedValues as ServedValues
     from torchtap.serving.values import open_run as open_run
@@ -28,6 +29,7 @@ _HOME = {
     "ServedValues": "torchtap.serving.values",
     "capture": "torchtap.serving.engine_capture",
     "open_run": "torchtap.serving.values",
+    "steer": "torchtap.serving.steering",
 }
 __all__ = [*_HOME]
 

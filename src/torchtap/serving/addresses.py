@@ -117,6 +117,13 @@ class Request:
         """The prompt and the output."""
         return self.prompt + self.output
 
+    def is_called(self, name: str) -> bool:
+        """Return True if this is the engine's id or the user's. Servers number the prompts of a call: ``cmpl-1-0``."""
+        if name in (self.id, self.parent):
+            return True
+        call, _, number = (self.parent or "").rpartition("-")
+        return call == name and number.isdecimal()
+
 
 class Rejected(NamedTuple):
     """A drafted token that was computed and not accepted."""
@@ -183,6 +190,15 @@ class RequestTokens(Mapping[str, Tensor]):
             nearest=tuple(nearest),
         )
 
+    def __contains__(self, site: object) -> bool:
+        return site in self._values
+
+    def only(self, sites: Sequence[str]) -> RequestTokens:
+        """Return the same with some sites alone."""
+        kept = {site: value for site, value in self._values.items() if site in sites}
+        more: dict[str, Any] = {"computed_by": self.computed_by, "rejected": self.rejected}
+        return RequestTokens(self.request, self.positions, kept, missing=self.missing, **more)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -223,7 +239,7 @@ class RowLog:
 
     def matching(self, request: str, sample: int | None = None) -> Request:
         """Return the request with an id, of the engine or of the user."""
-        found = [each for each in self.requests.values() if request in (each.id, each.parent)]
+        found = [each for each in self.requests.values() if each.is_called(request)]
         if sample is not None:
             found = [each for each in found if each.sample == sample]
         exact = [each for each in found if each.id == request]
@@ -274,6 +290,17 @@ class RowLog:
             missing=missing,
         )
 
+    def forget(self, request: str) -> None:
+        """Release the rows of a request. A pass is released with its last request."""
+        self._index()
+        self.requests.pop(request, None)
+        self._prefixes = None
+        for number in {row.number for rows in self._rows.pop(request, {}).values() for row in rows}:
+            if not any(name in self.requests for name in self.tables[number].requests):
+                for passes in self.values.values():
+                    passes.pop(number, None)
+                self.tables[number] = _EMPTY
+
     def _rejected(self, position: int, row: _Row) -> Rejected:
         values = {
             s: passes[row.number][row.offset] for s, passes in self.values.items() if row.number in passes
@@ -316,6 +343,9 @@ class RowLog:
                     if position in chosen:
                         self._prefixes.setdefault(key, (request.id, chosen[position]))
         return self._prefixes
+
+
+_EMPTY = PassTable((0,), (), (), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
 
 
 def _prefix_keys(request: Request) -> Iterator[bytes]:

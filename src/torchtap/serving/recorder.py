@@ -68,16 +68,18 @@ class RowVisitor:
         for index, port in enumerate(self.plan.ports):
             module = port.site.module
             assert module is not None
-            fused = "residual" in (input_names(module) or ())
+            fused = {"hidden_states", "residual"} <= set(input_names(module) or ())
             traced = self._traced(index, fused) if in_graph else _no_op
-            self._hooks.after(module, self._hook(index, fused), traced=traced)
+            self._hooks.after(module, self.hook(index, fused), traced=traced)
 
     def _graph_number(self) -> int:
         """Return a number that is the same in each process, because compiled graphs are kept on disk."""
         _register_op()
         return crc32(" ".join(port.site.name for port in self.plan.ports).encode()) + (1 << 32)
 
-    def _hook(self, index: int, fused: bool) -> Callable[[Any], None]:
+    def hook(self, index: int, fused: bool) -> Callable[[Any], Any]:
+        """Return what is called with each output of a port; a result other than None replaces the output."""
+
         def hook(output: Any) -> None:
             for leaf, value in values_of(output, fused):
                 self.see(index, leaf, value)
@@ -85,7 +87,7 @@ class RowVisitor:
         return hook
 
     def _traced(self, index: int, fused: bool) -> Callable[[Any], None]:
-        """Return what a compiler traces in place of the hook: an op for each leaf that a tap asks for."""
+        """Return what a compiler traces in place of the hook: an op for each selected leaf."""
         number, whole = self._number, self.wanted(index, "")
         parts = tuple(str(leaf) for leaf in range(_MOST_LEAVES) if self.wanted(index, str(leaf)))
 
@@ -102,7 +104,7 @@ class RowVisitor:
         return traced
 
     def wanted(self, index: int, leaf: str) -> bool:
-        """Return True if a tap asks for this leaf of a port's output."""
+        """Return True if a tap selects this leaf of a port's output."""
         port = self.plan.ports[index]
         names = [Site(each.path, each.kind, leaf, 0, module=each.module) for each in port.names]
         return any(self.plan.taps[tap].wants(names) for tap in port.taps)

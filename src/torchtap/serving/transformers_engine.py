@@ -35,16 +35,18 @@ class _Generation:
 
 @final
 class GenerationRecorder:
-    """Record the chosen sites of a model of Hugging Face, until `remove`."""
+    """Record the chosen sites of a model of Hugging Face, until `remove`; or steer it, with another ``visitor``."""
 
-    def __init__(self, model: Any, sites: Sequence[str]) -> None:
+    def __init__(self, model: Any, sites: Sequence[str], visitor: Any = None) -> None:
         if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
             raise FormError(
                 f"{type(model).__name__} is no engine that torchtap knows: give vllm.LLM, or a model of transformers "
                 "with generate()"
             )
         self.log = RowLog()
-        self._recorder = RowRecorder(model, sites, log=self.log)
+        self._recorder = RowRecorder(model, sites, log=self.log) if visitor is None else visitor
+        if visitor is not None:
+            visitor.requests = self.log.requests
         self._generation: _Generation | None = None
         self._batch: Any = None  # the tensors and requests of continuous batching
         self._states: dict[str, Any] = {}

@@ -54,7 +54,7 @@ class ServedValues:
     def log(self) -> RowLog:
         """The rows as they were packed, pass by pass."""
         if isinstance(self._recorded, ServedRun):
-            raise SessionError("packed rows stay in the engine's worker process: ask for a request")
+            raise SessionError("packed rows stay in the engine's worker process: use of_request(id)")
         return self._recorded
 
     @property
@@ -106,6 +106,7 @@ def write_request(folder: Path, values: RequestTokens) -> Path:
     meta = {
         "format": _FORMAT,
         "request": asdict(values.request),
+        "sites": list(values),
         "positions": values.positions,
         "computed_by": values.computed_by,
         "missing": {str(position): why for position, why in values.missing.items()},
@@ -147,7 +148,7 @@ def read_request(path: Path) -> RequestTokens:
     return RequestTokens(
         Request(**meta["request"]),
         meta["positions"],
-        {name: value for name, value in values.items() if not name.startswith(_REJECTED)},
+        {name: values[name] for name in meta["sites"]},
         computed_by=meta["computed_by"],
         rejected=rejected,
         missing={int(position): why for position, why in meta["missing"].items()},

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from torchtap.serving.recorder import RowRecorder
-from torchtap.serving.vllm_worker import WorkerExtension, check_version
+from torchtap.serving.vllm_worker import ServedRecorder, WorkerExtension, check_version
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -32,3 +32,5 @@ class TapWorker(WorkerExtension, Worker):  # type: ignore[misc]
         settings = dict((self.vllm_config.additional_config or {}).get("torchtap") or {})
         sites = settings.get("sites") or ["**.layers.*:output"]
         self._torchtap_graph = RowRecorder(self.model_runner.get_model(), sites, in_graph=True)
+        if settings.get("out") and self.rank == 0:
+            self._torchtap_served = ServedRecorder(self.model_runner, self._torchtap_graph, settings)

@@ -10,24 +10,29 @@ changed while nothing is recorded.
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from torchtap.errors import FormError, SessionError
-from torchtap.serving.addresses import PassTable, Request, RowLog, audit
+from torchtap.serving.addresses import PassTable, Request, RequestTokens, RowLog, audit
 from torchtap.serving.recorder import RowRecorder, outputs_of
-from torchtap.serving.values import write_log
-from torchtap.spi import Hooks
+from torchtap.serving.values import write_log, write_request
+from torchtap.spi import Hooks, RunWriter, ScalarBlock, SharedFolder, StepRecord, environment
 
-__all__ = ["EngineRecorder", "StepTables", "WorkerExtension", "begin", "end", "external_id"]
+__all__ = ["EngineRecorder", "ServedRecorder", "StepTables", "WorkerExtension", "begin", "end", "external_id"]
 
 SUPPORTED = ("0.32",)
+_STATISTICS = ("mean", "std", "absmax", "rms")
 _INTERNAL = re.compile(r"(?:(\d+)_)?(.*)-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -192,10 +197,108 @@ class EngineRecorder:
         return self.log
 
 
+@final
+class ServedRecorder:
+    """Record for a server: chosen requests, and statistics of every n-th request. One for each worker.
+
+    settings: ``out`` is the folder; ``every`` the period of the statistics, 0 for none; ``budget`` the largest number
+    of rows of a request. A request asks by ``torchtap_rows`` and ``torchtap_sites`` in its extra arguments. Nothing
+    that goes wrong here reaches the server; it is written to ``problems.json``.
+    """
+
+    def __init__(self, runner: Any, recorder: RowRecorder, settings: dict[str, Any]) -> None:
+        self.log = recorder.log
+        self._recorder = recorder
+        self._out = Path(settings["out"])
+        self._every, self._budget = int(settings.get("every") or 0), int(settings.get("budget") or 4096)
+        self._left: dict[str, int] = {}  # rows that a request may still have; absent: it is not recorded
+        self._numbers: dict[str, int] = {}  # of requests whose statistics are taken
+        self._count = 0
+        self._statistics: RunWriter | None = None
+        self._out.mkdir(parents=True, exist_ok=True)
+        names = [port.site.name for port in recorder.plan.ports]
+        SharedFolder(self._out).put("sites.json", [json.dumps(names).encode()])
+        self._tables = StepTables(runner, self._on_pass, recorder.end_pass, self._problem, self._on_finished)
+
+    def _problem(self, text: str) -> None:
+        self.log.problems[""] = text
+        with suppress(OSError):
+            SharedFolder(self._out).put("problems.json", [json.dumps(self.log.problems).encode()])
+
+    def _on_pass(self, table: PassTable) -> None:
+        try:
+            chosen = {}
+            for name, count in zip(table.requests, table.counts, strict=True):
+                if name not in self.log.requests:
+                    self._meet(name)
+                left = self._left.get(name, 0)
+                if left > 0:
+                    chosen[name] = slice(0, left)
+                    self._left[name] = left - count
+            self._recorder.begin_pass(table.only(chosen))
+        except Exception as error:
+            self._problem(f"{type(error).__name__}: {error}")
+
+    def _meet(self, name: str) -> None:
+        """Decide what is recorded of a new request."""
+        asked = self._tables.extra_args.get(name, {})
+        self.log.requests[name] = self._tables.requests[name]
+        if "torchtap_rows" in asked:
+            self._left[name] = min(int(asked["torchtap_rows"]), self._budget)
+        if self._every and self._count % self._every == 0:
+            self._left.setdefault(name, self._budget)
+            self._numbers[name] = self._count
+        self._count += 1
+
+    def _on_finished(self, request: Request) -> None:
+        try:
+            if request.id in self._left:
+                self._write(request)
+        except Exception as error:
+            self._problem(f"request {request.id!r}: {type(error).__name__}: {error}")
+        self.log.forget(request.id)
+        for known in (self._left, self._numbers, self._tables.requests, self._tables.extra_args):
+            known.pop(request.id, None)
+
+    def _write(self, request: Request) -> None:
+        values = self.log.of_request(request.id)
+        if self._left[request.id] <= 0:
+            last = max(values.positions, default=-1)
+            over = dict.fromkeys(range(last + 1, len(values.tokens) - 1), "over the budget of the request")
+            values.missing.update(over)
+        if request.id in self._numbers:
+            self._add_statistics(self._numbers[request.id], values)
+        asked = self._tables.extra_args.get(request.id, {})
+        if "torchtap_rows" in asked:
+            sites = asked.get("torchtap_sites") or list(values)
+            write_request(self._out, values.only(sites))
+
+    def _add_statistics(self, number: int, values: RequestTokens) -> None:
+        """Write the statistics of one request as a step of the run ``statistics``: step n is the n-th request."""
+        if self._statistics is None:
+            manifest = {"environment": environment(), "labels": {"steps": "requests"}}
+            self._statistics = RunWriter(self._out / "statistics", manifest=manifest)
+        rows = [value.double() for value in values.values()]
+        grid = [[each.mean(), each.std(), each.abs().max(), each.square().mean().sqrt()] for each in rows]
+        block = ScalarBlock(tuple(values), _STATISTICS, np.array(grid, dtype=np.float64))
+        self._statistics.write(StepRecord(number, None, None, "eval", time.time(), (block,), ()))
+        self._statistics.flush()
+
+    def remove(self) -> None:
+        """Stop recording."""
+        self._tables.remove()
+        if self._statistics is not None:
+            self._statistics.close()
+
+
 def begin(worker: Any, sites: Sequence[str]) -> list[str]:
     """Start recording on a worker; return the names of the sites."""
     check_version()
     runner = worker.model_runner
+    if getattr(worker, "_torchtap_served", None) is not None:
+        raise SessionError(
+            "this engine records for its server: read the folder of the server, or start it without"
+        )
     if getattr(worker, "_torchtap", None) is not None:
         raise SessionError("this engine is being recorded already: leave that capture first")
     prepared = prepared_for(worker, sites)
