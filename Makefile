@@ -11,7 +11,7 @@
 #   make forms       105 architectures in every form, site by site
 #   make sanitize    the native parts under sanitizers; make portable: on other processors (native.mk)
 #   make torture     attack runs, recordings and pages for about an hour; prints a table
-#   make golden      194 commits on a sample project, each judged by its goldens; prints a table
+#   make golden      218 commits on a sample project, each judged by its goldens; prints a table
 #   make serving     vLLM on the CPU: random schedules, every row against Hugging Face (an environment of its own)
 #   make bench       measure, beside bare PyTorch and the peers; writes benchmarks/RESULTS.md
 

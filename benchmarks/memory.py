@@ -24,7 +24,7 @@ import torchtap as tt
 from benchmarks.timing import one_thread
 from torchtap.integrations.zero_code.settings import DEFAULT_SITES
 
-__all__ = ["run"]
+__all__ = ["cases", "run"]
 
 _MIB = 1 << 20
 _MARK = "__peak__"
@@ -55,18 +55,23 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     rows = []
     sizes = list(_SIZES)[:1] if quick else list(_SIZES)
     for size in sizes:
-        cases = ["default plan", "default plan, SGD", "default plan, unknown optimizer", "doctor"]
-        if size == sizes[0]:
-            cases += [f"kind {kind}" for kind in _KINDS]
-            cases += [f"param by {name}" for name in _REDUCTIONS] + ["capture of outputs", "compare"]
         peaks: dict[str, dict[str, int]] = {}
-        for case in cases:
+        for case in cases(size == sizes[0]):
             base = _base_of(case)
             for each in (base, case):
                 if each not in peaks:
                     peaks[each] = _peak(size, each)
             rows.append(_row(size, case, peaks[base], peaks[case]))
     return rows
+
+
+def cases(every: bool) -> list[str]:
+    """Return what is measured: the default plan and the doctor, or every kind and reduction, too."""
+    found = ["default plan", "default plan, SGD", "default plan, unknown optimizer", "doctor"]
+    if every:
+        found += [f"kind {kind}" for kind in _KINDS]
+        found += [f"param by {name}" for name in _REDUCTIONS] + ["capture of outputs", "compare"]
+    return found
 
 
 def _base_of(case: str) -> str:
@@ -141,19 +146,19 @@ class _Sign(torch.optim.Optimizer):
                 each.add_(each.grad.sign_(), alpha=-group["lr"])
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+def _train(model: _Gpt, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
     for step in range(steps):
-        words = torch.arange(32).unsqueeze(0) + step
+        words = torch.arange(32, device=model.embedding.weight.device).unsqueeze(0) + step
         loss = nn.functional.cross_entropy(model(words).view(-1, 64), words.view(-1) % 64)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
-def _work(model: nn.Module, case: str) -> None:
+def _work(model: _Gpt, case: str) -> None:
     """Do what a case is about, in this process."""
     if case.startswith(("plain pass", "capture", "compare")):
-        words = torch.arange(32).unsqueeze(0)
+        words = torch.arange(32, device=model.embedding.weight.device).unsqueeze(0)
         with torch.no_grad():
             if case == "capture of outputs":
                 with tt.capture(model, "*:output"):

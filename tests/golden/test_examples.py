@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,14 @@ MODELS = {
     "gpt": (lambda: GPT(layers=2, width=64, heads=2, vocabulary=128), (tokens(128, 2, 24),)),
     "mlp": (lambda: mlp(layers=6, width=32), (torch.linspace(-1, 1, 256).view(8, 32),)),
 }
+
+
+@pytest.fixture(params=[1, 2], autouse=True, ids=["one thread", "two threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,55 @@ def test_the_command_line_records_checks_accepts_and_lists(tmp_path: Path) -> No
     assert call("accept", "net")[0] == 0
     assert call("check")[0] == 0
     assert "there is no golden 'other'" in call("check", "other")[1]
+
+
+def script_of(step: str) -> str:
+    """Return the shell script of a step of the GitHub action."""
+    text = (SOURCE.parent / "action.yml").read_text().split(f"- name: {step}\n")[1].split("\n    - name:")[0]
+    run = text.split("      run: ")[1]
+    return textwrap.dedent(run.removeprefix("|\n"))
+
+
+def test_the_action_writes_the_verdict_comments_it_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_net.py").write_text(TEST)
+    assert run(tmp_path)[0] == 0
+    tool = tmp_path / "gh"  # there is no GitHub here: keep what would be sent
+    tool.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$SENT"\n')
+    tool.chmod(0o755)
+    common = "-q -p no:cacheprovider -p torchtap.integrations.pytest_golden --torchtap-golden=check"
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHTAP_GOLDEN_REPORT": str(tmp_path / "report"),
+        "COMMAND": f"{shlex.quote(sys.executable)} -m pytest {common}", "SENT": str(tmp_path / "sent"),
+        "GITHUB_OUTPUT": str(tmp_path / "output"), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+        "GITHUB_REPOSITORY": "a/b", "PULL": "7", "RUN": "https://example.com/1",
+    }  # fmt: skip
+
+    def step(name: str, **more: str) -> int:
+        command = ["bash", "-e", "-o", "pipefail", "-c", script_of(name)]
+        done = subprocess.run(command, cwd=tmp_path, env={**environment, **more}, check=False, timeout=240)
+        return done.returncode
+
+    def outputs() -> tuple[str, str]:
+        text = (tmp_path / "output").read_text()
+        (tmp_path / "output").unlink()
+        verdict = text.split("<<END_OF_VERDICT\n")[1].split("END_OF_VERDICT")[0].strip()
+        return verdict, text.rpartition("code=")[2].strip()
+
+    assert step("Check the goldens") == 0
+    assert outputs() == ("", "0")
+    assert not (tmp_path / "summary").exists()
+    (tmp_path / "test_net.py").write_text(TEST.replace("nn.ReLU()", "nn.GELU()"))
+    assert step("Check the goldens") == 0
+    verdict, code = outputs()
+    assert "first difference in 1" in verdict
+    assert verdict in (tmp_path / "summary").read_text()
+    assert (tmp_path / "report" / "net.html").exists()
+    assert step("Comment on the pull request", VERDICT=verdict) == 0
+    sent = (tmp_path / "sent").read_text()
+    assert sent.startswith("pr\ncomment\n7\n--repo\na/b\n")
+    assert verdict in sent
+    assert step("Fail if something differs", CODE=code) == 1
 
 
 def test_the_commit_that_changed_a_layer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

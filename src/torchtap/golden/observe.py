@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import numpy as np
@@ -200,11 +200,15 @@ def _described(module: nn.Module) -> str:
     own = list(module.parameters(recurse=False))
     if own and not any(each.requires_grad for each in own):
         shown["frozen"] = True
-    kind, source = type(module), ""
-    if not kind.__module__.startswith("torch."):
-        with suppress(OSError, TypeError):
-            source = inspect.getsource(kind)
-    return _text(kind.__name__, shown, source)
+    kind: Any = type(module)
+    return _text(kind.__name__, shown, _source(kind))
+
+
+@cache  # torch's own layers are known by their version; reading a file takes longer than a small model
+def _source(kind: type) -> str:
+    with suppress(OSError, TypeError):
+        return "" if kind.__module__.startswith("torch.") else inspect.getsource(kind)
+    return ""
 
 
 def _text(kind: str, settings: dict[str, Any], source: str = "") -> str:

@@ -70,7 +70,10 @@ class GoldenFixture:
         self._request, self._config = request, request.config
 
     def __call__(self, model: Any, inputs: Any, *, name: str | None = None) -> None:
-        """Check a model's forward pass on ``inputs``. ``name`` is that of the golden, else of the test."""
+        """Check a model's forward pass on ``inputs``.
+
+        ``name`` is that of the golden, else of the test. Several tests may give one name: they have one golden.
+        """
         self._run(name, model, inputs, 0)
 
     def training(self, make: Callable[[], Any], *, steps: int = 3, name: str | None = None) -> None:
@@ -82,10 +85,14 @@ class GoldenFixture:
         from torchtap.errors import CompareError
         from torchtap.golden.store import MANIFEST, folder_of
 
-        name, root = self._named(name), self._root()
+        given, root, used = name, self._root(), self._config.stash.setdefault(_used, {})
+        name = name or re.sub(r"[^\w\-.]+", "-", self._request.node.name.removeprefix("test_")).strip("-")
+        first = used.setdefault(name, self._request.node.nodeid) == self._request.node.nodeid
+        if not first and given is None:
+            pytest.fail(f"golden {name!r} is used twice, also by {used[name]}: give name=...", pytrace=False)
         try:
             exists = (folder_of(root, name) / MANIFEST).exists()
-            if self._records(name, exists):
+            if self._records(name, exists) and (first or not exists):
                 folder = golden.record(name, model, inputs, steps=steps, root=root)
                 said = f"torchtap: golden {name!r} {'accepted' if exists else 'recorded'} in {folder}"
                 self._config.stash.setdefault(_said, []).append(said)
@@ -102,14 +109,6 @@ class GoldenFixture:
         if mode == "accept":
             return not only or only == name
         return mode == "record" and not exists
-
-    def _named(self, name: str | None) -> str:
-        name = name or re.sub(r"[^\w\-.]+", "-", self._request.node.name.removeprefix("test_")).strip("-")
-        used = self._config.stash.setdefault(_used, {})
-        if name in used:
-            pytest.fail(f"golden {name!r} is used twice, also by {used[name]}: give name=...", pytrace=False)
-        used[name] = self._request.node.nodeid
-        return name
 
     def _root(self) -> Path:
         given = os.environ.get("TORCHTAP_GOLDEN_DIR") or self._config.getini("torchtap_golden_dir")

@@ -1,7 +1,9 @@
 """Statistics of values on a device, measured there without a wait and brought to the host in one copy per step.
 
-Small values are first put side by side into a stage: one launch each. When the stage is full, or the step ends, 14
-launches measure everything in it, row by row. So a site costs 1 launch, and its share of 14 for each 2**20 elements.
+Small values are first put side by side into a stage: one launch each, and one more if the row's padding changes. 14
+launches measure everything in the stage, row by row: when it is full, and at the end of a step that leaves at least 14
+values there. Fewer wait for those of the next steps. So a value takes at most 3 launches, and 14 for each 2**20
+elements.
 Values that the Triton kernel reads take its one or two launches instead (`device_kernel`). It guarantees:
 - nothing depends on the data but the numbers: equal steps make equal launches at equal addresses;
 - the same memory serves every step. The copy runs on the stream that writes the next step's numbers, in order; a change
@@ -35,6 +37,7 @@ _COLUMNS = 9  # finite, nans, others than zero, l1, sum, center, low, high, root
 _NARROW = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.uint8, torch.bool}
 )
+_FEW = 14  # values for which a measurement is put off
 _MOST = 1 << 19  # numbers that a device holds (4 MiB) before they are sent, within a step too
 States = npt.NDArray[np.float64]
 
@@ -49,9 +52,9 @@ class Round:
         self._measured: dict[int, States] = {}
 
     def hand_over(self) -> None:
-        """Have the numbers on their way."""
+        """Have the numbers on their way, or let a few values wait for more."""
         if self._crossing is None:
-            self._slots.send()
+            self._slots.end_step()
 
     def send(self, numbers: Tensor) -> None:
         """Start the copy."""
@@ -63,7 +66,9 @@ class Round:
 
     def numbers(self) -> States:
         """Return the numbers; waits for them."""
-        assert self._crossing is not None, "send comes first"
+        if self._crossing is None:
+            self._slots.send()
+        assert self._crossing is not None
         return self._crossing.wait()[0].to(torch.float64).numpy()
 
     def rows(self, at: int, count: int) -> States:
@@ -106,8 +111,9 @@ class Measured:
         """Return the states of the value's pieces. Waits for them."""
         found = []
         for sent, flush, first, count, elements in self.pieces:
+            numbers = sent.numbers()  # sends them if that was put off
             if flush is None:
-                found.append(sent.numbers()[first : first + WIDTH].reshape(1, WIDTH))
+                found.append(numbers[first : first + WIDTH].reshape(1, WIDTH))
                 continue
             states = sent.rows(flush.at, flush.rows)[first : first + count].copy()
             padded = count * _ROW - elements  # the end of the last row holds NaN
@@ -191,6 +197,7 @@ class DeviceSlots:
             self._numbers = torch.empty(1 << 12, dtype=self._line.wide, device=device)
         self._used = 0
         self._stages: dict[torch.dtype, _Stage] = {}
+        self._staged = 0  # values of this round that are in a stage
         self._stream: torch.Stream | None = None  # the last that wrote here
         self._round = Round(self)
 
@@ -218,6 +225,7 @@ class DeviceSlots:
             if piece.numel() > stage.room:
                 self._measure_stage(stage)
             measured.pieces.append((self._round, *stage.put(piece)))
+        self._staged += 1
         return measured
 
     @torch.no_grad()
@@ -227,6 +235,12 @@ class DeviceSlots:
             self._take_stream()
             self._slot().copy_(state)
             return self._written()
+
+    def end_step(self) -> None:
+        """Send the numbers of a step, unless few values are staged: they wait for those of the next steps."""
+        with self._lock:
+            if not (self._line.asynchronous and 0 < self._staged < _FEW):
+                self.send()
 
     def send(self) -> None:
         """Start to copy everything to the host; what comes afterwards belongs to the next round."""
@@ -265,7 +279,7 @@ class DeviceSlots:
             if stage.used:
                 self._measure_stage(stage)
         self._round.send(self._numbers[: self._used])
-        self._round, self._used = Round(self), 0
+        self._round, self._used, self._staged = Round(self), 0, 0
 
     def _take_stream(self) -> None:
         """Order what comes now after everything that was done here on another stream."""

@@ -316,7 +316,9 @@ class RowLog:
         for position, rows in sorted(self._rows.get(request.id, {}).items()):
             for row in rows:
                 known = position < len(tokens)
-                if (known and tokens[position] == row.token) or (not known and not request.finished):
+                if (known and tokens[position] == row.token) or (
+                    not known and not request.finished and not request.output
+                ):
                     chosen[position] = row
                 else:
                     rejected.append((position, row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -15,7 +15,16 @@ from torchtap.plan.names import site_name
 from torchtap.receive import backward, training
 from torchtap.spi import StepListener, places
 
-__all__ = ["ListeningProbe", "Patient", "Probe", "Telling", "held_anywhere", "is_nonzero"]
+__all__ = [
+    "ListeningProbe",
+    "Patient",
+    "Probe",
+    "Telling",
+    "held_anywhere",
+    "is_nonzero",
+    "nonzero_among",
+    "read_flags",
+]
 
 
 class Telling(Protocol):
@@ -98,13 +107,29 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module.__dict__.get("_compiled_call_impl") is not None
 
 
+def read_flags(flags: Sequence[Tensor]) -> list[bool]:
+    """Return 0-dim tensors as bools. The host waits once for each device."""
+    found = [False] * len(flags)
+    for device in {flag.device for flag in flags}:
+        places = [place for place, flag in enumerate(flags) if flag.device == device]
+        together = torch.stack([flags[place].bool() for place in places]).tolist()
+        for place, flag in zip(places, together, strict=True):
+            found[place] = flag
+    return found
+
+
+def nonzero_among(values: Sequence[Tensor]) -> list[bool]:
+    """Return for each value True if it is not all zero. The host waits once for each device."""
+    counts = []
+    for value in values:
+        local = local_part(value)  # the whole of one that is spread over ranks would be a collective
+        counts.append(torch.count_nonzero(local.coalesce().values() if local.is_sparse else local))
+    return read_flags(counts)
+
+
 def is_nonzero(value: Tensor | None) -> bool:
     """Return True if there is a value that is not all zero."""
-    if value is None:
-        return False
-    value = local_part(value)  # the whole of one that is spread over ranks would be a collective
-    dense = value.coalesce().values() if value.is_sparse else value
-    return bool(torch.count_nonzero(dense).item())
+    return value is not None and nonzero_among([value])[0]
 
 
 def held_anywhere() -> set[int]:

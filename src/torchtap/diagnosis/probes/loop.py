@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 from torchtap._torch import AnyDropout, RunningNorm, version_of
 from torchtap._torch_distributed import local_part
 from torchtap.diagnosis.chart import Structure
-from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
+from torchtap.diagnosis.probes.base import (
+    ListeningProbe,
+    Patient,
+    Telling,
+    held_anywhere,
+    is_nonzero,
+    nonzero_among,
+)
 from torchtap.forms.op.passes import PassHooks
 from torchtap.plan.names import read_name, site_name
 from torchtap.receive import training
@@ -47,6 +54,7 @@ class GradientProbe(ListeningProbe):
         self._before = {}
         if not self._tell.live or self._looks >= _GRADIENT_LOOKS:
             return
+        suspects: dict[int, Tensor] = {}
         for key, (_, parameter) in self._watched.items():
             gradient = parameter.grad
             if gradient is None:
@@ -55,18 +63,25 @@ class GradientProbe(ListeningProbe):
                 continue
             self._before[key] = (id(gradient), version_of(gradient))
             first = key in self._updated and key not in self._touched
-            if (first or key in self._stale) and is_nonzero(gradient):
+            if first or key in self._stale:
+                suspects[key] = gradient
+            else:
+                self._stale.pop(key, None)
+        for (key, gradient), left in zip(suspects.items(), nonzero_among([*suspects.values()]), strict=True):
+            if left:
                 self._stale[key] = id(gradient)
             else:
                 self._stale.pop(key, None)
 
     def backward_ends(self) -> None:
+        changed: dict[int, Tensor] = {}
         for key, before in self._before.items():
             gradient = self._watched[key][1].grad
             if gradient is not None and before != (id(gradient), version_of(gradient)):
-                self._touched.add(key)
-                if is_nonzero(gradient):
-                    self._made.add(key)
+                changed[key] = gradient
+        self._touched.update(changed)
+        flags = nonzero_among([*changed.values()])
+        self._made.update(key for key, nonzero in zip(changed, flags, strict=True) if nonzero)
         self._before = {}
 
     # -- the optimizer ------------------------------------------------------------------------------------
@@ -79,7 +94,9 @@ class GradientProbe(ListeningProbe):
             if self._uses_stale(key):
                 self._fact("stale-gradient", key)
         made = [key for key in held if key in self._made]
-        if not any(is_nonzero(self._watched[key][1].grad) for key in made):
+        if not any(is_nonzero(self._watched[key][1].grad) for key in made[:1]) and not any(
+            nonzero_among([each for key in made[1:] if (each := self._watched[key][1].grad) is not None])
+        ):
             for key in made:
                 self._fact("erased-gradient", key)
 

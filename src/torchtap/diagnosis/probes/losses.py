@@ -29,9 +29,11 @@ def is_next_token(tokens: Tensor, target: Tensor, ignored: int | None = -100) ->
 
 def shift_of(tokens: Tensor, target: Tensor, ignored: int | None = -100) -> int | None:
     """Return by how many positions targets are ahead of the tokens: 0, 1 or 2; None if they are not the tokens."""
-    if target.is_floating_point() or tokens.shape[0] * tokens.shape[1] < 8 or len(torch.unique(tokens)) < 3:
+    if target.is_floating_point() or tokens.shape[0] * tokens.shape[1] < 8:
         return None
-    flat = target.detach().reshape(-1)
+    tokens, flat = tokens.cpu(), target.detach().reshape(-1).cpu()  # read once: all layouts are tried here
+    if len(torch.unique(tokens)) < 3:
+        return None
     for ahead in (1, 0, 2):
         if any(_follow(tokens, flat, along, ahead, ignored) for along in (1, 0) if tokens.shape[along] > 3):
             return ahead

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtap._torch_distributed import local_part, placed, spec_of
-from torchtap.diagnosis.probes.base import ListeningProbe, Patient, Telling, held_anywhere, is_nonzero
+from torchtap.diagnosis.probes.base import (
+    ListeningProbe,
+    Patient,
+    Telling,
+    held_anywhere,
+    is_nonzero,
+    read_flags,
+)
 from torchtap.diagnosis.probes.loop import ModeProbe
 from torchtap.diagnosis.probes.losses import padding
 from torchtap.hooks.leaves import Args, Kwargs
@@ -46,9 +53,13 @@ class WeightProbe(ListeningProbe):
     def ready(self, optimizer: Optimizer) -> None:
         if self._tell.live and self._looks < _WEIGHT_LOOKS:
             held = set(map(id, parameters_of(optimizer)))
+            known = self._patient.parameters.items()
             with torch.no_grad():
-                for name, parameter in self._patient.parameters.items():
-                    if id(parameter) in held and _has_equal_rows(parameter):
+                pairs = {name: _first_rows(each) for name, each in known if id(each) in held}
+                alike = {name: _same(*rows) for name, rows in pairs.items() if rows is not None}
+                for name, same in zip(alike, read_flags([*alike.values()]), strict=True):
+                    parameter = self._patient.parameters[name]
+                    if same and _has_equal_rows(parameter):
                         self._tell.fact("equal-rows", name, float(len(parameter)))
 
     def updated(self, optimizer: Optimizer) -> None:
@@ -76,13 +87,22 @@ class WeightProbe(ListeningProbe):
                 self._tell.fact("untied", other, text=text)
 
 
-def _has_equal_rows(parameter: Tensor) -> bool:
+def _first_rows(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the first two rows of a parameter and of its gradient."""
     gradient = None if parameter.grad is None else local_part(parameter.grad)
     parameter = local_part(parameter)
     if parameter.dim() < 2 or len(parameter) < 2 or gradient is None or gradient.is_sparse:
-        return False
-    if not (torch.equal(parameter[0], parameter[1]) and torch.equal(gradient[0], gradient[1])):
-        return False
+        return None
+    return parameter[:2], gradient[:2]
+
+
+def _same(parameter: Tensor, gradient: Tensor) -> Tensor:
+    return (parameter[0] == parameter[1]).all() & (gradient[0] == gradient[1]).all()
+
+
+def _has_equal_rows(parameter: Tensor) -> bool:
+    assert parameter.grad is not None
+    gradient, parameter = local_part(parameter.grad), local_part(parameter)
     if not torch.equal(parameter, parameter[:1].expand_as(parameter)):
         return False
     return torch.equal(gradient, gradient[:1].expand_as(gradient)) and is_nonzero(gradient)
