@@ -211,6 +211,28 @@ def test_steering_changes_the_chosen_tokens_of_the_chosen_request_alone(model: L
     torch.testing.assert_close(got, expected["model.layers.2"][values.positions], atol=1e-5, rtol=0)
 
 
+def test_steering_a_range_with_a_step_leaves_the_positions_between(model: LlamaForCausalLM) -> None:
+    change = {"model.layers.1:output": torch.zeros_like}
+    with serving.steer(model, change, tokens=range(1, 20, 3)), serving.capture(model) as seen:
+        model(torch.tensor(PROMPTS[:1]))
+    rows = seen.of_request("0")["model.layers.1:output"]
+    assert (rows == 0).all(1).nonzero().flatten().tolist() == list(range(1, 20, 3))
+
+
+def test_a_capture_around_another_one_keeps_its_addresses(model: LlamaForCausalLM) -> None:
+    inputs = {"max_new_tokens": 3, "do_sample": False}
+    outer, inner = serving.capture(model), serving.capture(model)
+    seen = outer.__enter__()
+    inner.__enter__()
+    model.generate(**padded(PROMPTS[:2]), **inputs)
+    outer.__exit__()
+    model.generate(torch.tensor(PROMPTS[2:3]), **inputs)
+    inner.__exit__()
+    assert check(seen, model) == 20 + 9 + 2 * 2
+    assert check(inner.seen, model) == 20 + 9 + 33 + 3 * 2
+    assert "generate" not in model.__dict__
+
+
 def test_steering_of_bad_input_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(PlanError, match="steering needs functions"):
         serving.steer(model, {"model.layers.1:output": 3.0})  # type: ignore[dict-item]

@@ -94,7 +94,7 @@ def record_layers(
     if hasattr(model, "collective_rpc"):  # a serving engine
         from torchtap.serving.layer_files import EngineLayers
 
-        return cast("LayerRecorder", EngineLayers(model, out_dir))
+        return cast("LayerRecorder", EngineLayers(model, out_dir, layers, enabled=on))
     return LayerRecorder(model, out_dir, layers, enabled=on)
 
 

@@ -63,11 +63,10 @@ class PassTable:
             yield request, slice(start, start + count)
             start += count
 
-    def only(self, chosen: Mapping[str, slice]) -> PassTable:
-        """Return the table of some requests. The slice of each has the rows to keep among its own."""
-        kept = {request: range(*run.indices(run.stop))[chosen[request]] for request, run in self.runs()
-                if request in chosen}  # fmt: skip
-        kept = {request: rows for request, rows in kept.items() if len(rows)}
+    def only(self, chosen: Mapping[str, Sequence[int]]) -> PassTable:
+        """Return the table of some rows: for each request, the numbers of those to keep among its own."""
+        kept = {request: [run.start + row for row in chosen[request]] for request, run in self.runs()
+                if chosen.get(request)}  # fmt: skip
         at = torch.tensor([row for rows in kept.values() for row in rows], dtype=torch.long)
         return PassTable(
             self.shape,
@@ -116,6 +115,11 @@ class Request:
     def tokens(self) -> list[int]:
         """The prompt and the output."""
         return self.prompt + self.output
+
+    @property
+    def label(self) -> str:
+        """The user's id, with the number of the sample if there are several."""
+        return (self.parent or self.id) + ("" if self.sample is None else f"_{self.sample}")
 
     def is_called(self, name: str) -> bool:
         """Return True if this is the engine's id or the user's. Servers number the prompts of a call: ``cmpl-1-0``."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from typing import Any, final
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -31,7 +32,7 @@ from torchtap.errors import PlanError
 from torchtap.serving.addresses import PassTable, RowLog
 from torchtap.spi import Hooks, input_names, leaves
 
-__all__ = ["RowRecorder", "RowVisitor", "outputs_of"]
+__all__ = ["RowRecorder", "RowVisitor", "outputs_of", "wrap"]
 
 _MOST_LEAVES = 8
 _OP = "torchtap_serving::rows"
@@ -52,6 +53,38 @@ def outputs_of(model: nn.Module, sites: Sequence[str]) -> Plan:
                 f"{port.site.kind}; select '{port.site.path}:output'"
             )
     return plan
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Call ``around(method, *args)`` in place of a method of an object or a class. Return a function that ends it.
+
+    Several may wrap one method, and end in any order; the last one leaves the owner as it was.
+    """
+    call = vars(owner).get(name)
+    if not hasattr(call, "torchtap_around"):
+        was, method = call, getattr(owner, name)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            step = method
+            for each in call.torchtap_around:
+                step = partial(each, step)
+            return step(*args, **kwargs)
+
+        call.torchtap_around, call.torchtap_was = [], was
+        setattr(owner, name, call)
+    call.torchtap_around.append(around)
+
+    def end() -> None:
+        call.torchtap_around.remove(around)
+        if call.torchtap_around:
+            return
+        if call.torchtap_was is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, call.torchtap_was)
+
+    return end
 
 
 class RowVisitor:

@@ -50,7 +50,7 @@ def steer(
 
 @final
 class Steering:
-    """Made by `steer`. ``applied`` counts the rows that were changed, for each request of the engine."""
+    """Made by `steer`. ``applied`` counts the rows that were changed, for each request by your id."""
 
     def __init__(
         self, engine: Any, changes: Mapping[str, Rows], requests: Any, tokens: Tokens, shared_cache: bool
@@ -141,16 +141,16 @@ class _RowChanger(RowVisitor):
         super().__init__(model, list(changes))
 
     def begin_pass(self, table: PassTable) -> None:
-        kept: dict[str, slice] = {}
+        kept: dict[str, list[int]] = {}
         for name, run in table.runs():
             request = self.requests[name]
             positions = table.positions[run].tolist()
             if positions and (self._chosen is None or any(map(request.is_called, self._chosen))):
-                allowed = self._positions(request, positions)
-                kept[name] = slice(allowed[0], allowed[-1] + 1) if allowed else slice(0, 0)
+                kept[name] = self._positions(request, positions)
         self._table = table.only(kept)
         for name, count in zip(self._table.requests, self._table.counts, strict=True):
-            self._applied[name] = self._applied.get(name, 0) + count
+            label = self.requests[name].label
+            self._applied[label] = self._applied.get(label, 0) + count
 
     def end_pass(self) -> None:
         self._table = None

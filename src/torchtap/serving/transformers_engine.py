@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtap.errors import FormError, PlanError
 from torchtap.serving.addresses import PassTable, Request, RowLog, audit
-from torchtap.serving.recorder import RowRecorder
+from torchtap.serving.recorder import RowRecorder, wrap
 from torchtap.spi import Hooks
 
 __all__ = ["GenerationRecorder"]
@@ -53,7 +53,6 @@ class GenerationRecorder:
         self._count = 0
         self._model: Any = model
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
-        self._undo: list[Callable[[], None]] = []
         self._wrap()
         self._hooks = Hooks(model)
         self._hooks.before(model, self._before)
@@ -63,7 +62,7 @@ class GenerationRecorder:
         """Stop recording and return what was recorded."""
         self._recorder.remove()
         self._hooks.remove()
-        for undo in reversed(self._undo):
+        for undo in self._undo:
             undo()
         for name, state in self._states.items():
             made, request = state.to_generation_output(), self.log.requests[name]
@@ -74,39 +73,23 @@ class GenerationRecorder:
 
     def _wrap(self) -> None:
         """Note each call of ``generate`` and each step of continuous batching while this lasts."""
-        generate = self._model.generate
-
-        @wraps(generate)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            return self._generate(generate, args, kwargs)
-
-        self._model.__dict__["generate"] = noted
-        self._undo.append(lambda: self._model.__dict__.pop("generate", None))
-        try:
+        self._undo = [wrap(self._model, "generate", self._generate)]
+        with suppress(ImportError):  # a transformers without continuous batching
             from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
-        except ImportError:  # a transformers without continuous batching
-            return
-        step = ContinuousBatchProcessor._generation_step
 
-        def noted_step(processor: Any, model: Any) -> Any:
-            if model is not self._model:
-                return step(processor, model)
+            self._undo.append(wrap(ContinuousBatchProcessor, "_generation_step", self._step))
+
+    def _step(self, step: Callable[..., Any], processor: Any, model: Any) -> Any:
+        if model is self._model:
             self._batch = processor.inputs_and_outputs
-            try:
-                return step(processor, model)
-            finally:
-                self._batch = None
-
-        ContinuousBatchProcessor._generation_step = noted_step
-
-        def put_back() -> None:
-            ContinuousBatchProcessor._generation_step = step
-
-        self._undo.append(put_back)
+        try:
+            return step(processor, model)
+        finally:
+            self._batch = None
 
     # -- generate -----------------------------------------------------------------------------------------------
 
-    def _generate(self, generate: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config") or self._model.generation_config
         beams = kwargs.get("num_beams", config.num_beams) or 1
         if beams > 1:

@@ -25,7 +25,7 @@ from torch import nn
 
 from torchtap.errors import FormError, SessionError
 from torchtap.serving.addresses import PassTable, Request, RequestTokens, RowLog, audit
-from torchtap.serving.recorder import RowRecorder, outputs_of
+from torchtap.serving.recorder import RowRecorder, outputs_of, wrap
 from torchtap.serving.values import write_log, write_request
 from torchtap.spi import Hooks, RunWriter, ScalarBlock, SharedFolder, StepRecord, environment
 
@@ -84,11 +84,9 @@ class StepTables:
         self._hooks = Hooks(runner.get_model())
         self._hooks.before(runner.get_model(), self._before)
         self._hooks.around(lambda: None, on_passed)
-        self._wrapped = ["execute_model", *["prepare_inputs"] * hasattr(runner, "prepare_inputs")]
-        self._execute, self._prepare = runner.execute_model, getattr(runner, "prepare_inputs", None)
-        runner.execute_model = self._execute_model
-        if self._prepare is not None:
-            runner.prepare_inputs = self._prepare_inputs
+        self._undo = [wrap(runner, "execute_model", self._execute_model)]
+        if hasattr(runner, "prepare_inputs"):
+            self._undo.append(wrap(runner, "prepare_inputs", self._prepare_inputs))
         for request in getattr(runner, "requests", {}).values():  # those that run already
             self._add(request.req_id, request.prompt_token_ids, request.lora_request, request.mm_features)
 
@@ -96,8 +94,8 @@ class StepTables:
         """Leave the runner as it was."""
         self._read_outputs(self.requests, finished=False)
         self._hooks.remove()
-        for name in self._wrapped:
-            del self._runner.__dict__[name]
+        for undo in self._undo:
+            undo()
 
     def _add(self, name: str, prompt: Sequence[int] | None, adapter: Any, media: Any) -> None:
         parent, sample = external_id(name)
@@ -106,7 +104,7 @@ class StepTables:
             scope += f" media of {name}"
         self.requests[name] = Request(name, list(prompt or ()), scope=scope, parent=parent, sample=sample)
 
-    def _execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_model(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduled.scheduled_new_reqs:
             if new.req_id not in self.requests:
                 self._add(new.req_id, new.prompt_token_ids, new.lora_request, new.mm_features)
@@ -114,13 +112,12 @@ class StepTables:
         self._read_outputs(scheduled.finished_req_ids, finished=True)
         self._scheduled = scheduled.num_scheduled_tokens
         try:
-            return self._execute(scheduled, *args, **kwargs)
+            return execute(scheduled, *args, **kwargs)
         finally:
             self._scheduled = self._batch = None
 
-    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._prepare is not None
-        self._batch = self._prepare(*args, **kwargs)
+    def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._batch = prepare(*args, **kwargs)
         return self._batch
 
     def _read_outputs(self, names: Any, *, finished: bool) -> None:
@@ -233,7 +230,7 @@ class ServedRecorder:
                     self._meet(name)
                 left = self._left.get(name, 0)
                 if left > 0:
-                    chosen[name] = slice(0, left)
+                    chosen[name] = range(min(left, count))
                     self._left[name] = left - count
             self._recorder.begin_pass(table.only(chosen))
         except Exception as error:
