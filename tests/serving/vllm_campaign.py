@@ -271,11 +271,15 @@ def check_layers_and_steering(folder: Path) -> list[str]:
             wrong += [f"steer {tokens_of}: request {name}"] * bool(far.abs().max() > TOLERANCE)
         same = [own[1] == other[1] for own, other in zip(made, plain, strict=True) if own[0] != steered]
         wrong += [f"steer {tokens_of}: tokens of another request changed"] * (not all(same))
-    return wrong
+    runner = llm.collective_rpc(lambda wrapper: wrapper.worker.model_runner)[0]
+    modules = runner.get_model().named_modules()
+    left = [name for name, each in modules if each._forward_hooks or each._forward_pre_hooks]
+    wrong += [f"{each}: a hook is left" for each in left]
+    return wrong + ["the runner is still wrapped"] * ("execute_model" in vars(runner))
 
 
-def time_generations(folder: Path, *, taps: bool) -> float:
-    """Return the median time of a generation, in a process that never imported torchtap or has left a capture."""
+def time_generations(folder: Path, *, taps: bool) -> tuple[float, float]:
+    """Return the median wall and CPU time of a generation, never having imported torchtap or having left a capture."""
     from vllm import SamplingParams
 
     rng = random.Random(0)
@@ -290,25 +294,31 @@ def time_generations(folder: Path, *, taps: bool) -> float:
     assert taps or "torchtap" not in sys.modules
     times = []
     for _ in range(25):
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         llm.generate(prompts, params, use_tqdm=False)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[5:])
+        times.append((time.perf_counter() - start, time.process_time() - busy))
+    wall, cpu = zip(*times[5:], strict=True)
+    return statistics.median(wall), statistics.median(cpu)
 
 
-def off_ratios(folder: Path, rounds: int) -> list[float]:
-    """Return for each round the time with a capture that was left over the time without torchtap."""
+def off_ratios(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Return for each round the time with a capture that was left over the time without torchtap, wall and CPU.
+
+    Other programs on the machine change the wall time of a process far more than its CPU time.
+    """
     path = saved_model("Llama", folder)
 
-    def measure(kind: str) -> float:
+    def measure(kind: str) -> list[float]:
         words = [sys.executable, "-m", "tests.serving.vllm_campaign", "--time", kind, "--result", str(path)]
-        return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
+        said = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+        return [float(each) for each in said[-2:]]
 
-    ratios = []
+    ratios: dict[str, list[float]] = {"wall": [], "CPU": []}
     for turn in range(rounds):
         order = ("off", "never") if turn % 2 else ("never", "off")
         times = {kind: measure(kind) for kind in order}
-        ratios.append(times["off"] / times["never"])
+        for at, each in enumerate(ratios.values()):
+            each.append(times["off"][at] / times["never"][at])
     return ratios
 
 
@@ -351,7 +361,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of the measurement with taps off")
     asked = parser.parse_args()
     if asked.time:
-        print(time_generations(Path(asked.result), taps=asked.time == "off"))
+        print(*time_generations(Path(asked.result), taps=asked.time == "off"))
         return 0
     options = COMPILED if asked.compiled else {}
     if asked.drafts:
@@ -375,9 +385,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         wrong = check_layers_and_steering(Path(folder))
         print(f"{'layer files, steering':{width}}  {'; '.join(wrong) or 'as Hugging Face'}")
-        ratios = off_ratios(Path(folder), asked.rounds)
-        rounds = ", ".join(f"{each:.3f}" for each in sorted(ratios))
-        print(f"{'taps off':{width}}  {statistics.median(ratios):.3f} x ({rounds})")
+        for kind, ratios in off_ratios(Path(folder), asked.rounds).items():
+            rounds = ", ".join(f"{each:.3f}" for each in ratios)
+            print(f"{f'taps off, {kind} time':{width}}  {statistics.median(ratios):.3f} x ({rounds})")
     failed = (
         len(wrong)
         + total["wrong rows"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -54,17 +54,16 @@ class _Distance:
 @final
 @dataclass
 class _Heads:
-    """What is needed to explain log-probabilities: for each generated token its logits and the engine's number."""
+    """For each generated token: the logits (also of the moved reference), the head's input, the engine's number."""
 
-    logits: list[Tensor] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
-    moved: list[Tensor] = field(default_factory=list)
+    logits: Tensor
+    moved: Tensor
+    hidden: Tensor
+    tokens: Tensor
+    theirs: Tensor
 
     def own(self, logits: Tensor) -> Tensor:
-        at = torch.tensor(self.tokens)[:, None]
-        return logits.double().log_softmax(-1).gather(1, at).flatten()
+        return logits.double().log_softmax(-1).gather(1, self.tokens[:, None]).flatten()
 
 
 @torch.no_grad()
@@ -95,9 +94,10 @@ def compare_tokens(model: Any, run: Any) -> Comparison:
     step = max((torch.finfo(each[sites[0]].dtype).eps for each in requests if sites[0] in each), default=1e-7)
     distances = {site: _Distance() for site in sites}
     noise = {site: _Distance() for site in sites}
-    heads = _Heads()
-    for each in requests:
-        _add_request(model, each, sites, step, distances, noise, heads)
+    parts = [_add_request(model, each, sites, step, distances, noise) for each in requests]
+    columns = zip(*(part for part in parts if part), strict=True)
+    joined = [torch.cat(column) for column in columns]
+    heads = _Heads(*joined) if joined else None
     rows = []
     for index, site in enumerate(sites):
         floor = max(_MARGIN * noise[site].error, 8 * step)
@@ -106,14 +106,16 @@ def compare_tokens(model: Any, run: Any) -> Comparison:
         "requests": len(requests),
         "tokens": sum(len(each.positions) for each in requests),
     }
-    if heads.theirs:
+    if heads is not None:
         last = _logprobs_row(heads, len(rows), step)
         rows.append(last)
         facts |= {"logprob_error": last.error, "logprob_floor": last.floor, "logprobs": len(heads.theirs)}
     first = next((row for row in rows if row.status == "diverged"), None)
     difference = None
     if first is not None:
-        module, what = _cause(model, heads, first.floor) if first.site == _LOGPROBS else (first.module, "")
+        module, what = (first.module, "")
+        if heads is not None and first.site == _LOGPROBS:
+            module, what = _cause(model, heads, first.floor)
         before = rows[first.index - 1].site if first.index else None
         difference = FirstDifference(
             site=first.site, module=module, index=first.index, error=first.error, floor=first.floor, origin="local",
@@ -124,7 +126,7 @@ def compare_tokens(model: Any, run: Any) -> Comparison:
         target=f"{len(requests)} requests",
         rows=tuple(rows),
         first=difference,
-        verdict=_verdict(difference, facts, heads),
+        verdict=_verdict(difference, facts),
         basis=f"the reference with its layers moved by {step:.1e}",
         unaligned=absent,
         forwards=2 * len(requests),
@@ -140,8 +142,8 @@ def _add_request(
     step: float,
     distances: Mapping[str, _Distance],
     noise: Mapping[str, _Distance],
-    heads: _Heads,
-) -> None:
+) -> tuple[Tensor, ...]:
+    """Measure one request. Return the columns of `_Heads`, empty if it has no log-probabilities."""
     chosen = [site for site in sites if site in request]
     device = next(model.parameters()).device
     tokens = torch.tensor([request.tokens], device=device)
@@ -160,13 +162,16 @@ def _add_request(
         at = request.positions
         distances[site].add(own[name][at], request[site].to(own[name].dtype))
         noise[site].add(own[name][at], own_moved[name][at])
-    if request.logprobs:
-        at = [len(request.request.prompt) - 1 + number for number in range(len(request.logprobs))]
-        heads.logits.append(output.logits[0, at].float().cpu())
-        heads.moved.append(other.logits[0, at].float().cpu())
-        heads.hidden.append(output.hidden_states[-1][0, at].cpu())
-        heads.tokens += request.request.output[: len(at)]
-        heads.theirs += request.logprobs
+    if not request.logprobs:
+        return ()
+    at = [len(request.request.prompt) - 1 + number for number in range(len(request.logprobs))]
+    return (
+        output.logits[0, at].float().cpu(),
+        other.logits[0, at].float().cpu(),
+        output.hidden_states[-1][0, at].cpu(),
+        torch.tensor(request.request.output[: len(at)]),
+        torch.tensor(request.logprobs, dtype=torch.float64),
+    )
 
 
 def _row(index: int, site: str, error: float, floor: float, note: str) -> Row:
@@ -184,53 +189,52 @@ def _row(index: int, site: str, error: float, floor: float, note: str) -> Row:
 
 
 def _logprobs_row(heads: _Heads, index: int, step: float) -> Row:
-    own, moved = heads.own(torch.cat(heads.logits)), heads.own(torch.cat(heads.moved))
+    own, moved = heads.own(heads.logits), heads.own(heads.moved)
     floor = _MARGIN * float((own - moved).abs().max()) + 32 * step
-    error = float((own - torch.tensor(heads.theirs, dtype=torch.float64)).abs().max())
+    error = float((own - heads.theirs).abs().max())
     return _row(index, _LOGPROBS, error, floor, f"{len(heads.tokens)} generated tokens; absolute")
 
 
 def _cause(model: Any, heads: _Heads, floor: float) -> tuple[str, str]:
     """Return the module and the cause that explains every token; the head without a cause if none does."""
-    logits, theirs = torch.cat(heads.logits), torch.tensor(heads.theirs, dtype=torch.float64)
+    logits, theirs = heads.logits, heads.theirs
     head = next(
         (name for name, each in model.named_modules() if each is model.get_output_embeddings()), "lm_head"
     )
-    temperature = _temperature(heads, logits, theirs)
+    temperature = _temperature(heads)
     if float((heads.own(logits / temperature) - theirs).abs().max()) <= 4 * floor:
         return "", f"they are those at temperature {temperature:.3g}; the reference's are at temperature 1"
-    truncated = _truncation(heads, logits, theirs, floor)
+    truncated = _truncation(heads, floor)
     if truncated:
         return "", truncated
     weight = model.get_output_embeddings().weight.detach().cpu()
     before = float((heads.own(logits) - theirs).abs().mean())
     for dtype in (torch.bfloat16, torch.float16):
-        hidden = torch.cat(heads.hidden)
-        for rounded in (
-            hidden.to(dtype).float() @ weight.to(dtype).float().T,
-            hidden @ weight.to(dtype).float().T,
-        ):
+        for hidden in (heads.hidden.to(dtype).float(), heads.hidden):
+            rounded = hidden @ weight.to(dtype).float().T
             for made in (rounded, rounded.to(dtype).float()):
                 if float((heads.own(made) - theirs).abs().mean()) < 0.2 * before:
                     return head, f"the engine's head computes in {str(dtype).removeprefix('torch.')}"
     return head, "the head differs: its input agrees and its log-probabilities do not"
 
 
-def _temperature(heads: _Heads, logits: Tensor, theirs: Tensor) -> float:
+def _temperature(heads: _Heads) -> float:
     """Return the temperature that fits best."""
     low, high = 0.05, 8.0
     for _ in range(6):
         grid = torch.logspace(math.log10(low), math.log10(high), 25)
-        errors = [float((heads.own(logits / each) - theirs).abs().mean()) for each in grid.tolist()]
+        errors = [
+            float((heads.own(heads.logits / each) - heads.theirs).abs().mean()) for each in grid.tolist()
+        ]
         best = min(range(len(errors)), key=errors.__getitem__)
         low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(errors) - 1)])
     return float(grid[best])
 
 
-def _truncation(heads: _Heads, logits: Tensor, theirs: Tensor, floor: float) -> str:
+def _truncation(heads: _Heads, floor: float) -> str:
     """Return how the engine renormalised over the most probable tokens; "" if that does not explain the numbers."""
-    kept = (heads.own(logits) - theirs).exp()  # the probability of the tokens that were left
-    ordered = logits.double().softmax(-1).sort(-1, descending=True).values.cumsum(-1)
+    kept = (heads.own(heads.logits) - heads.theirs).exp()  # the probability of the tokens that were left
+    ordered = heads.logits.double().softmax(-1).sort(-1, descending=True).values.cumsum(-1)
     far, size = (ordered - kept[:, None]).abs().min(-1)
     if float(kept.max()) > 1 + floor or float((far / kept).max()) > 4 * floor:
         return ""
@@ -244,11 +248,11 @@ def _truncation(heads: _Heads, logits: Tensor, theirs: Tensor, floor: float) -> 
     return ""
 
 
-def _verdict(first: FirstDifference | None, facts: Mapping[str, Any], heads: _Heads) -> str:
+def _verdict(first: FirstDifference | None, facts: Mapping[str, Any]) -> str:
     compared = f"{facts['tokens']:,} tokens of {facts['requests']} requests"
     if first is None:
         text = f"same: every compared layer agrees on {compared}"
-        return text + (f", and so do {len(heads.theirs)} log-probabilities" if heads.theirs else "")
+        return text + (f", and so do {facts['logprobs']} log-probabilities" if "logprobs" in facts else "")
     if first.site == _LOGPROBS:
         return (
             f"differs: the layers agree on {compared}, the log-probabilities do not (up to {first.error:.2g}, "

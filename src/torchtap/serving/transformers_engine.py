@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -23,13 +24,13 @@ __all__ = ["TransformersEngine"]
 
 
 @final
+@dataclass
 class _Generation:
     """One call of ``generate``, or one plain call: a request for each row of the batch."""
 
-    def __init__(self, width: int | None, samples: int) -> None:
-        self.width = width  # columns of the prompt; None: all
-        self.samples = samples
-        self.rows: list[Request] = []
+    width: int | None = None  # columns of the prompt; None: all
+    samples: int = 1
+    rows: list[Request] = field(default_factory=list)
 
 
 @final
@@ -105,7 +106,7 @@ class TransformersEngine(FollowedEngine):
         return made
 
     def _batched(self, given: dict[str, Any], tokens: Tensor) -> PassTable:
-        generation = self._generation or _Generation(None, 1)
+        generation = self._generation or _Generation()
         if not generation.rows:
             generation.rows = [self._request(row, generation) for row in range(len(tokens))]
             self._count += len(tokens) // generation.samples
@@ -134,15 +135,10 @@ class TransformersEngine(FollowedEngine):
 
     def _request(self, row: int, generation: _Generation) -> Request:
         number, sample = divmod(row, generation.samples)
-        name = str(self._count + number)
-        several = generation.samples > 1
-        request = Request(
-            f"{name}_{sample}" if several else name,
-            [],
-            finished=self._generation is None,
-            parent=name if several else None,
-            sample=sample if several else None,
-        )
+        request = Request(str(self._count + number), [], finished=self._generation is None)
+        if generation.samples > 1:
+            request.parent, request.sample = request.id, sample
+            request.id = request.label
         self.requests[request.id] = request
         return request
 

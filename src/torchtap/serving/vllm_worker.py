@@ -132,9 +132,7 @@ class VllmEngine(FollowedEngine):
         total = sum(counts)
         given, positions = kwargs.get("input_ids"), kwargs["positions"]
         tokens = torch.full((total,), -1) if given is None else given[:total].to("cpu", torch.long, copy=True)
-        if (
-            positions.dim() != 1
-        ):  # of several axes, as for images: the place in the sequence is not among them
+        if positions.dim() != 1:  # several axes, as for images, none of which is the place in the sequence
             before = batch.num_computed_tokens_cpu[: len(names)].tolist()
             at = torch.cat([torch.arange(n) + start for n, start in zip(counts, before, strict=True)])
         else:
