@@ -107,7 +107,7 @@ def list_all(root: Path | None, as_json: bool) -> None:
         rows = [
             {
                 "name": each.name,
-                "model": each.model,
+                "model": each.seen.model,
                 "steps": each.steps,
                 "sites": len(each.seen.sites),
                 "target": each.target,
@@ -117,7 +117,7 @@ def list_all(root: Path | None, as_json: bool) -> None:
         say_json(rows)
         return
     for each in goldens:
-        kind = f"{each.steps} steps of {each.model}" if each.steps else each.model
+        kind = f"{each.steps} steps of {each.seen.model}" if each.steps else each.seen.model
         made = f"torch {each.made.get('torch')}, {each.made.get('processor')}"
         say(
             f"{each.name}  {kind}  {len(each.seen.sites)} sites  {made}  {each.target or 'checked by pytest'}"

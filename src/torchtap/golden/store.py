@@ -32,7 +32,6 @@ class Golden:
     """A recorded run: what was seen, and the noise floors of the machine that recorded it."""
 
     name: str
-    model: str  # its class
     steps: int  # of a training; 0 for a forward pass
     seen: Observation
     floors: dict[str, float]
@@ -64,7 +63,7 @@ def save(golden: Golden, root: Path) -> Path:
         "floors": np.array([golden.floors.get(key, 0.0) for key in seen.sites]),
     })  # fmt: skip
     manifest = {
-        "format": FORMAT, "model": golden.model, "steps": golden.steps, "target": golden.target,
+        "format": FORMAT, "steps": golden.steps, "target": golden.target,
         "made": golden.made, "batch": seen.batch, "modules": [list(pair) for pair in seen.modules.items()],
         "state": [[key, digest, *_text(each)] for key, (digest, each) in seen.state.items()],
         "sites": [[key, each.parent, *_text(each)] for key, each in seen.sites.items()],
@@ -107,7 +106,7 @@ def _read(folder: Path, name: str) -> Golden:
     for (key, digest, dtype, shape, _), row in zip(text["state"], arrays["state"], strict=True):
         seen.state[key] = (digest, Sketch(dtype, tuple(shape), row))
     floors = dict(zip(seen.sites, map(float, arrays["floors"]), strict=True))
-    return Golden(name, text["model"], text["steps"], seen, floors, text["target"], text["made"])
+    return Golden(name, text["steps"], seen, floors, text["target"], text["made"])
 
 
 def _text(sketch: Sketch) -> list[Any]:
