@@ -107,9 +107,9 @@ def list_all(root: Path | None, as_json: bool) -> None:
         rows = [
             {
                 "name": each.name,
-                "model": each.seen.model,
+                "model": each.model,
                 "steps": each.steps,
-                "sites": len(each.seen.sites),
+                "sites": len(each.sites),
                 "target": each.target,
             }
             for each in goldens
@@ -117,11 +117,9 @@ def list_all(root: Path | None, as_json: bool) -> None:
         say_json(rows)
         return
     for each in goldens:
-        kind = f"{each.steps} steps of {each.seen.model}" if each.steps else each.seen.model
+        kind = f"{each.steps} steps of {each.model}" if each.steps else each.model
         made = f"torch {each.made.get('torch')}, {each.made.get('processor')}"
-        say(
-            f"{each.name}  {kind}  {len(each.seen.sites)} sites  {made}  {each.target or 'checked by pytest'}"
-        )
+        say(f"{each.name}  {kind}  {len(each.sites)} sites  {made}  {each.target or 'checked by pytest'}")
 
 
 def _chosen(names: tuple[str, ...], root: Path | None) -> list[Any]:

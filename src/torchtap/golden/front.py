@@ -27,7 +27,7 @@ from torchtap.comparison.values import resolution
 from torchtap.errors import CompareError
 from torchtap.golden.judge import Verdict, judge
 from torchtap.golden.observe import Observation, in_order_of, observe
-from torchtap.golden.store import Golden, folder_of, load, save
+from torchtap.golden.store import folder_of, load, save
 from torchtap.spi import environment
 
 __all__ = ["check", "default_root", "record"]
@@ -76,8 +76,9 @@ def record(
         runs.append(observe(golden_copy(model)[0], inputs, 0, cast=torch.float64))
     made = {key: environment()[key] for key in ("torch", "python", "platform", "threads")}
     made |= {"torchtap": torchtap.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
-    golden = Golden(name, steps, seen, {}, target, made)
-    return save(replace(golden, floors=_floors(golden, seen, runs)), default_root(root))
+    floors = _floors(seen, seen, runs)
+    golden = replace(seen, name=name, steps=steps, floors=floors, target=target, made=made)
+    return save(golden, default_root(root))
 
 
 def check(name: str, model: Model, inputs: Any = None, *, steps: int = 0, root: Any = None) -> Verdict:
@@ -88,10 +89,10 @@ def check(name: str, model: Model, inputs: Any = None, *, steps: int = 0, root: 
     golden = load(default_root(root), name)
     if golden.steps != steps:
         raise CompareError(f"golden {name!r} is of {golden.steps} training steps, this check of {steps}")
-    ordered = in_order_of(golden.seen.batch, inputs)
+    ordered = in_order_of(golden.batch, inputs)
     notes = [] if ordered is inputs else ["the batch is in another order; it was compared in the golden's"]
     run = partial(observe, model, ordered, steps)
-    seen = run(known=golden.seen.state)
+    seen = run(known=golden.state)
     verdict = judge(golden, seen, golden.floors, "recorded with the golden", notes)
     if verdict.same:
         return verdict
@@ -110,12 +111,12 @@ def _other_threads(run: Callable[[], Observation]) -> Observation:
         torch.set_num_threads(before)
 
 
-def _floors(golden: Golden, seen: Observation, runs: list[Observation]) -> dict[str, float]:
+def _floors(golden: Observation, seen: Observation, runs: list[Observation]) -> dict[str, float]:
     """Return the largest harmless difference of each site, in the golden and here."""
     floors = dict(golden.floors)
     for key, each in seen.sites.items():
         # The noise of a lower precision does not count, nor does a place that is not finite in a right run.
-        if key in golden.seen.sites and golden.seen.sites[key].dtype == each.dtype:
+        if key in golden.sites and golden.sites[key].dtype == each.dtype:
             noise = (each.distance(other.sites[key]) for other in runs if key in other.sites)
             floors[key] = max([floors.get(key, 0.0), *filter(math.isfinite, noise)])
     return floors

@@ -28,7 +28,6 @@ from torchtap.comparison.values import resolution
 from torchtap.errors import CompareError
 from torchtap.golden.observe import Observation
 from torchtap.golden.sketch import Sketch
-from torchtap.golden.store import Golden
 from torchtap.spi import Name
 
 __all__ = ["Verdict", "judge"]
@@ -79,17 +78,17 @@ class Verdict:
 
 
 def judge(
-    golden: Golden, seen: Observation, floors: dict[str, float], basis: str, notes: list[str]
+    golden: Observation, seen: Observation, floors: dict[str, float], basis: str, notes: list[str]
 ) -> Verdict:
     """Return the verdict. ``floors`` are those of the golden and those measured here, whichever is larger."""
-    case, total = _Case(golden, seen, floors), len(golden.seen.sites)
+    case, total = _Case(golden, seen, floors), len(golden.sites)
     over = [row for row in case.rows if row.excess > 1]
     results = (":output",) if not golden.steps else ()
     same = not any(row.kind in _AROUND or row.target_site.startswith(results) for row in over)
     paired, first = len(case.pairs), case.first()
-    if not same and seen.model != golden.seen.model and paired < 0.5 * total:
+    if not same and seen.model != golden.model and paired < 0.5 * total:
         raise CompareError(
-            f"golden {golden.name!r} was recorded from another class, {golden.seen.model}; {paired} of its {total} "
+            f"golden {golden.name!r} was recorded from another class, {golden.model}; {paired} of its {total} "
             f"sites are in this {seen.model}. Give this model a name of its own, or accept it"
         )
     notes = [f"{total - paired} of {total} sites are not there", *notes] if paired < total else [*notes]
@@ -113,8 +112,8 @@ def judge(
 class _Case:
     """A golden and a run, site by site."""
 
-    def __init__(self, golden: Golden, seen: Observation, floors: dict[str, float]) -> None:
-        self.golden, self.seen, self.pairs = golden, seen, _pairs(golden.seen, seen)
+    def __init__(self, golden: Observation, seen: Observation, floors: dict[str, float]) -> None:
+        self.golden, self.seen, self.pairs = golden, seen, _pairs(golden, seen)
         self.paths = {Name.read(old).path: Name.read(now).path for old, now in self.pairs.items()}
         self.settings, self.changed = dict(self._settings()), dict(self._changed())
         self.values: list[tuple[Sketch, Sketch]] = []  # of each row
@@ -123,7 +122,7 @@ class _Case:
     def _rows(self, floors: dict[str, float]) -> Iterator[Row]:
         """Measure every site in the golden's order of execution."""
         results, plain = iter(self.seen.results), not self.golden.steps
-        for key, old in self.golden.seen.sites.items():
+        for key, old in self.golden.sites.items():
             name, floor = Name.read(key), max(floors.get(key, 0.0), LEAST * resolution(old.dtype))
             if now := self.pairs.get(key):
                 yield self._row(key, now, old, self.seen.sites[now], floor)
@@ -146,7 +145,7 @@ class _Case:
 
     def _settings(self) -> Iterator[tuple[str, str]]:
         """Yield the modules whose settings changed, by their names now, and how."""
-        for path, text in self.golden.seen.modules.items():
+        for path, text in self.golden.modules.items():
             now = self.paths.get(path, path)
             both = (text, self.seen.modules.get(now, text))
             before, after = (set(re.split(r", |[()]", each.rpartition(" ")[0])) - {""} for each in both)
@@ -156,7 +155,7 @@ class _Case:
 
     def _changed(self) -> Iterator[tuple[str, float]]:
         """Yield the parameters and buffers that changed, by their names now, with the relative distance."""
-        for key, (digest, old) in self.golden.seen.state.items():
+        for key, (digest, old) in self.golden.state.items():
             name = Name.read(key)
             now = str(name._replace(path=self.paths.get(name.path, name.path)))
             other, new = self.seen.state.get(now, (digest, old))
@@ -192,7 +191,7 @@ class _Case:
     def _caller(self, path: str) -> str:
         """Return the module that called this one with more or fewer tensors than before, else this one."""
         inputs = [[Name.read(key).path for key in seen.sites if Name.read(key).kind == "input"]
-                  for seen in (self.golden.seen, self.seen)]  # fmt: skip
+                  for seen in (self.golden, self.seen)]  # fmt: skip
         before, now = Counter(self.paths.get(each, each) for each in inputs[0]), Counter(inputs[1])
         parents = {Name.read(key).path: each.parent for key, each in self.seen.sites.items()}
         while path in parents and before[path] != now[path]:
@@ -203,7 +202,7 @@ class _Case:
         """Gradients flow backwards: the module that received the value computed its gradient, else the calling code."""
         mine = self.values[first.index][0].row
         same = [row for row in self.rows if np.array_equal(self.values[row.index][0].row, mine)]
-        parent = self.golden.seen.sites[first.site].parent or ""
+        parent = self.golden.sites[first.site].parent or ""
         if any(row.module == "" and row.kind == "grad_output" for row in same):
             return "(loss)"
         if first.module in self.settings:
@@ -231,7 +230,7 @@ class _Case:
         if self.changed:
             own = [name for name in self.changed if Name.read(name).path == layer]
             yield self.weights(own) if own else f"weights changed elsewhere: {', '.join([*self.changed][:3])}"
-        both = self.golden.seen, self.seen
+        both = self.golden, self.seen
         if layer in self.settings:
             yield self.settings[layer]
         elif len({each.modules.get(layer, "").rpartition(" ")[2] for each in both}) == 2:

@@ -35,18 +35,20 @@ State = dict[str, tuple[str, Sketch]]  # a checksum and a sketch of each paramet
 @final
 @dataclass(slots=True)
 class Observation:
-    """Everything that one run showed."""
+    """Everything that one run showed. A golden is one that was named and kept."""
 
     modules: dict[str, str]  # class, settings, checksum of the source; also of the library and of optimizers
     batch: list[int] = field(default_factory=list)  # a checksum of each row of the inputs
     state: State = field(default_factory=dict)  # the weights, before a training
     sites: dict[str, Sketch] = field(default_factory=dict)
     results: list[Sketch] = field(default_factory=list)  # of a compiled model, whose sites were seen eagerly
+    name: str = ""
+    steps: int = 0  # of a training; 0 for a forward pass
+    floors: dict[str, float] = field(default_factory=dict)  # of the machine that recorded it
+    target: str = ""  # ``file.py:function``, for the command line; empty: checked by pytest
+    made: dict[str, Any] = field(default_factory=dict)  # versions and processor
 
-    @property
-    def model(self) -> str:
-        """Return the model's class."""
-        return self.modules[""].partition("(")[0]
+    model = property(lambda self: self.modules[""].partition("(")[0])  # its class
 
 
 @final
