@@ -72,8 +72,9 @@ def record(
             "and let a training's function return a new model each time"
         )
     runs = [*(run(seed=seed) for seed in (1, 2, 3)), _other_threads(run)]
-    with suppress(Exception):  # a training, and a model that has no float64, are known by the other runs
-        runs.append(observe(golden_copy(model)[0], inputs, 0, cast=torch.float64))
+    if isinstance(model, nn.Module):
+        with suppress(Exception):  # a model that cannot run in float64 has the floor of the other runs
+            runs.append(observe(golden_copy(model)[0], inputs, 0, cast=torch.float64))
     made = {key: environment()[key] for key in ("torch", "python", "platform", "threads")}
     made |= {"torchtap": torchtap.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
     floors = _floors(seen, seen, runs)

@@ -155,11 +155,11 @@ class _Case:
 
     def _changed(self) -> Iterator[tuple[str, float]]:
         """Yield the parameters and buffers that changed, by their names now, with the relative distance."""
-        for key, (digest, old) in self.golden.state.items():
+        for key, old in self.golden.state.items():
             name = Name.read(key)
             now = str(name._replace(path=self.paths.get(name.path, name.path)))
-            other, new = self.seen.state.get(now, (digest, old))
-            error = old.distance(new) if other != digest and new.shape == old.shape else 0.0
+            new = self.seen.state.get(now, old)
+            error = old.distance(new) if new.digest != old.digest and new.shape == old.shape else 0.0
             if error > _WEIGHTS * resolution(old.dtype):
                 yield now, error
 
@@ -247,9 +247,7 @@ class _Case:
 
 def _pairs(old: Observation, new: Observation) -> dict[str, str]:
     """Return which site is which. A module may be renamed, but not to a name that another one had."""
-    known = [
-        [KnownSite(key, each.shape, each.dtype) for key, each in seen.sites.items()] for seen in (old, new)
-    ]
-    pairs = ((pair.reference, pair.target) for pair in align(*known).pairs)
+    left, right = ([KnownSite(key, s.shape, s.dtype) for key, s in seen.sites.items()] for seen in (old, new))
+    pairs = ((pair.reference, pair.target) for pair in align(left, right).pairs)
     names = ((key, now, Name.read(key).path, Name.read(now).path) for key, now in pairs)
     return {key: now for key, now, before, path in names if path == before or path not in old.modules}

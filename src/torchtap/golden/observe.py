@@ -29,7 +29,7 @@ from torchtap.spi import Call, Name, SharedFolder, input_leaves, leaves, map_lea
 __all__ = ["Observation", "in_order_of", "observe"]
 
 _ROWS = 512  # a larger batch is not looked through for its order
-State = dict[str, tuple[str, Sketch]]  # a checksum and a sketch of each parameter and persistent buffer
+State = dict[str, Sketch]  # of each parameter and persistent buffer
 
 
 @final
@@ -70,7 +70,7 @@ class _Observer:
 
     def run(self, step: Callable[[int], Any], steps: int) -> Observation:
         """Run ``step``. Of later steps of a training only loss, gradients and updates are looked at."""
-        before = {name: each for name, (_, each) in self.seen.state.items()}
+        before = dict(self.seen.state)
         handle = register_optimizer_step_pre_hook(self._gradients)
         try:
             with visiting(self._model, self):
@@ -189,11 +189,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield str(Name(place.path, kind, name)), value
 
 
-def _weight(value: Tensor, known: tuple[str, Sketch] | None) -> tuple[str, Sketch]:
-    """Return a checksum and a sketch; the known one if the checksum is the same."""
+def _weight(value: Tensor, known: Sketch | None) -> Sketch:
+    """Return the sketch of a weight; the known one if the checksum is the same."""
     plain = np.ascontiguousarray(value_of_tensor(value).array)
     digest = f"{SharedFolder.checksum(plain, len(plain)):08x}"
-    return known if known is not None and known[0] == digest else (digest, sketch(value))
+    return known if known is not None and known.digest == digest else replace(sketch(value), digest=digest)
 
 
 def in_order_of(wanted: list[int], inputs: Any) -> Any:

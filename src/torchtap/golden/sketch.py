@@ -36,6 +36,7 @@ class Sketch:
     shape: tuple[int, ...]
     row: Array  # the L2 norm, how many elements are not finite, and NaN; projections
     parent: str | None = None  # the module whose code passed the value; None: the caller of the model
+    digest: str | None = None  # a checksum of all bytes; of weights only
 
     norm = property(lambda self: float(self.row[0]))
     infinite = property(lambda self: int(self.row[1]))

@@ -45,13 +45,13 @@ def save(golden: Observation, root: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     data = packed({
         "sites": np.reshape([each.row for each in golden.sites.values()], (-1, ROW)),
-        "state": np.reshape([each.row for _, each in golden.state.values()], (-1, ROW)),
+        "state": np.reshape([each.row for each in golden.state.values()], (-1, ROW)),
         "floors": np.array([golden.floors.get(key, 0.0) for key in golden.sites]),
     })  # fmt: skip
     manifest = {
         "format": FORMAT, "steps": golden.steps, "target": golden.target,
         "made": golden.made, "batch": golden.batch, "modules": [list(pair) for pair in golden.modules.items()],
-        "state": [[key, digest, *_text(each)] for key, (digest, each) in golden.state.items()],
+        "state": [[key, each.digest, *_text(each)] for key, each in golden.state.items()],
         "sites": [[key, each.parent, *_text(each)] for key, each in golden.sites.items()],
         "values": hashlib.sha256(data).hexdigest(),
     }  # fmt: skip
@@ -85,15 +85,14 @@ def _parsed(name: str, text: Any, data: bytes) -> Observation:
     arrays = unpacked(data)
     if not all(np.isfinite(table).all() for table in arrays.values()):
         raise CompareError("a stored number is NaN or infinite")
-    state, sites = (
-        {key: (label, Sketch(dtype, tuple(shape), row, label)) for (key, label, dtype, shape, _), row
-         in zip(text[table], arrays[table], strict=True)} for table in ("state", "sites")
-    )  # fmt: skip
-    floors = dict(zip(sites, map(float, arrays["floors"]), strict=True))
-    return Observation(
-        dict(text["modules"]), text["batch"], state, {key: each for key, (_, each) in sites.items()},
-        name=name, steps=text["steps"], floors=floors, target=text["target"], made=text["made"],
-    )  # fmt: skip
+    golden = Observation(dict(text["modules"]), text["batch"], name=name, steps=text["steps"])
+    golden.target, golden.made = text["target"], text["made"]
+    for (key, parent, dtype, shape, _), row in zip(text["sites"], arrays["sites"], strict=True):
+        golden.sites[key] = Sketch(dtype, tuple(shape), row, parent)
+    for (key, digest, dtype, shape, _), row in zip(text["state"], arrays["state"], strict=True):
+        golden.state[key] = Sketch(dtype, tuple(shape), row, digest=digest)
+    golden.floors = dict(zip(golden.sites, map(float, arrays["floors"]), strict=True))
+    return golden
 
 
 def _text(sketch: Sketch) -> list[Any]:
