@@ -14,6 +14,7 @@ from torchtap.diagnosis.diagnose import diagnose
 from torchtap.diagnosis.finding import Finding
 from torchtap.diagnosis.replicas import course_of, replicas
 from torchtap.diagnosis.rule_type import Rule
+from torchtap.diagnosis.rules.numbers import nonfinite
 from torchtap.diagnosis.rules.ranks import (
     BROADCAST,
     SCALED,
@@ -81,6 +82,15 @@ def along(share: Share, world: int = 2) -> Callable[[int, str], Placement]:
 
 
 SHARD, COPY, UNTOLD = Share("shard", 0), Share("replicate"), Share("unknown")
+
+
+def test_a_nan_on_one_replica_is_named_with_its_rank() -> None:
+    def of(rank: int, step: int) -> Numbers:
+        return {"norm:param.weight": stats(1.0, nans=float(rank == 1 and step >= 4), infs=0.0)}
+
+    (told,) = found(nonfinite, charts(of, placed=along(COPY)))
+    assert (told.site, told.step) == ("norm:param.weight", 4)
+    assert "NaN at norm:param.weight on rank 1, step 4" in told.message
 
 
 # -- what is replicated ---------------------------------------------------------------------------------------

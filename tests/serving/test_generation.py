@@ -186,8 +186,8 @@ def test_steering_changes_the_chosen_tokens_of_the_chosen_request_alone(model: L
     with serving.capture(model) as plain:
         model.generate(**inputs, max_new_tokens=5, do_sample=False)
     change = {"model.layers.1:output": lambda rows: rows + vector}
-    steering = serving.steer(model, change, requests=["1"], tokens=range(4, 100))
-    with serving.capture(model) as seen, steering:
+    steer = serving.steer(model, change, requests=["1"], tokens=range(4, 100))
+    with serving.capture(model) as seen, steer as steering:
         model.generate(**inputs, max_new_tokens=5, do_sample=False)
     for request in ("0", "2"):
         assert torch.equal(
@@ -209,6 +209,28 @@ def test_steering_changes_the_chosen_tokens_of_the_chosen_request_alone(model: L
         handle.remove()
     got = values["model.layers.2:output"]
     torch.testing.assert_close(got, expected["model.layers.2"][values.positions], atol=1e-5, rtol=0)
+
+
+def test_steering_a_range_with_a_step_leaves_the_positions_between(model: LlamaForCausalLM) -> None:
+    change = {"model.layers.1:output": torch.zeros_like}
+    with serving.steer(model, change, tokens=range(1, 20, 3)), serving.capture(model) as seen:
+        model(torch.tensor(PROMPTS[:1]))
+    rows = seen.of_request("0")["model.layers.1:output"]
+    assert (rows == 0).all(1).nonzero().flatten().tolist() == list(range(1, 20, 3))
+
+
+def test_a_capture_around_another_one_keeps_its_addresses(model: LlamaForCausalLM) -> None:
+    inputs = {"max_new_tokens": 3, "do_sample": False}
+    outer, inner = serving.capture(model), serving.capture(model)
+    seen = outer.__enter__()
+    also_seen = inner.__enter__()
+    model.generate(**padded(PROMPTS[:2]), **inputs)
+    outer.__exit__(None, None, None)
+    model.generate(torch.tensor(PROMPTS[2:3]), **inputs)
+    inner.__exit__(None, None, None)
+    assert check(seen, model) == 20 + 9 + 2 * 2
+    assert check(also_seen, model) == 20 + 9 + 33 + 3 * 2
+    assert "generate" not in model.__dict__
 
 
 def test_steering_of_bad_input_is_refused(model: LlamaForCausalLM) -> None:

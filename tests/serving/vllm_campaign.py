@@ -12,9 +12,11 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,118 @@ def one_engine(path: Path, rng: random.Random, parts: int, count: Counter[str], 
     return worst
 
 
+def check_layers_and_steering(folder: Path) -> list[str]:
+    """Check ``record_layers`` and ``steer`` on vLLM against plain hooks on Hugging Face; return what is wrong."""
+    from vllm import SamplingParams
+
+    import torchtap as tt
+    from torchtap import serving
+
+    rng = random.Random(0)
+    path = saved_model("Llama", folder)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    llm = make_engine(path, rng, enable_prefix_caching=False, num_gpu_blocks_override=40)
+    prompts = [{"prompt_token_ids": [rng.randrange(VOCABULARY) for _ in range(n)]} for n in (5, 60, 17, 30)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    def generate() -> list[tuple[str, list[int]]]:
+        made = llm.generate(prompts, params, use_tqdm=False)
+        return [(each.request_id, list(each.outputs[0].token_ids)) for each in made]
+
+    plain = generate()
+    with tt.record_layers(llm, folder / "layers"):
+        made = generate()
+    wrong = ["record_layers changed the tokens"] * ([each[1] for each in made] != [each[1] for each in plain])
+    for (name, output), prompt in zip(made, prompts, strict=True):
+        tokens = [*prompt["prompt_token_ids"], *output[:-1]]
+        with tt.record_layers(model, folder / f"reference {name}") as reference, torch.no_grad():
+            model(torch.tensor([tokens]))
+        expected = [each.reshape(len(tokens), -1) for each in reference.hidden_states]
+        got = list(tt.open_layers(folder / "layers" / name))
+        by_hooks = list(hidden_rows(model, tokens).values())
+        for number, each in enumerate(got):
+            for other in (expected[number], by_hooks[number]):
+                if each.shape != other.shape or (each - other).abs().max() > TOLERANCE:
+                    wrong.append(f"record_layers: layer {number} of request {name}")
+        wrong += [f"record_layers: {len(got)} layers of {name}"] * (len(got) != LAYERS + 1)
+    vector = torch.randn(128, generator=torch.Generator().manual_seed(0))
+    last = int(plain[-1][0]) + len(prompts)
+    wanted = {
+        "prompt": range(60),
+        "generated": range(60, 67),
+        range(3, 64, 2): range(3, 64, 2),
+        None: range(67),
+    }
+    for turn, (tokens_of, positions) in enumerate(wanted.items()):
+        steered = str(last + turn * len(prompts) + 2)
+        change = {"model.layers.1:output": lambda rows: rows + vector}
+        with (
+            serving.capture(llm, *SITES) as seen,
+            serving.steer(llm, change, requests=[steered], tokens=tokens_of) as steering,
+        ):
+            made = generate()
+        wrong += [f"steer {tokens_of}: applied {steering.applied}"] * (
+            steering.applied != {steered: len(positions)}
+        )
+
+        def move(_module: Any, _args: Any, output: torch.Tensor, at: range = positions) -> torch.Tensor:
+            output = output.clone()
+            output[:, [each for each in at if each < output.shape[1]]] += vector
+            return output
+
+        for name, _ in made:
+            values = seen.of_request(name)
+            handle = model.model.layers[1].register_forward_hook(move) if name == steered else None
+            far = (
+                values["model.layers.2:output"]
+                - hidden_rows(model, values.tokens)["model.layers.2:output"][:-1]
+            )
+            if handle is not None:
+                handle.remove()
+            wrong += [f"steer {tokens_of}: request {name}"] * bool(far.abs().max() > TOLERANCE)
+        same = [own[1] == other[1] for own, other in zip(made, plain, strict=True) if own[0] != steered]
+        wrong += [f"steer {tokens_of}: tokens of another request changed"] * (not all(same))
+    return wrong
+
+
+def time_generations(folder: Path, *, taps: bool) -> float:
+    """Return the median time of a generation, in a process that never imported torchtap or has left a capture."""
+    from vllm import SamplingParams
+
+    rng = random.Random(0)
+    llm = make_engine(folder, rng, enable_prefix_caching=False, num_gpu_blocks_override=40)
+    prompts = [{"prompt_token_ids": [rng.randrange(VOCABULARY) for _ in range(40)]} for _ in range(4)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
+    if taps:
+        from torchtap import serving
+
+        with serving.capture(llm, *SITES):
+            llm.generate(prompts, params, use_tqdm=False)
+    assert taps or "torchtap" not in sys.modules
+    times = []
+    for _ in range(25):
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[5:])
+
+
+def off_ratios(folder: Path, rounds: int) -> list[float]:
+    """Return for each round the time with a capture that was left over the time without torchtap."""
+    path = saved_model("Llama", folder)
+
+    def measure(kind: str) -> float:
+        words = [sys.executable, "-m", "tests.serving.vllm_campaign", "--time", kind, "--result", str(path)]
+        return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+    ratios = []
+    for turn in range(rounds):
+        order = ("off", "never") if turn % 2 else ("never", "off")
+        times = {kind: measure(kind) for kind in order}
+        ratios.append(times["off"] / times["never"])
+    return ratios
+
+
 def campaign(
     names: list[str], tokens: int, seed: int, drafts: bool, **options: Any
 ) -> tuple[Counter[str], float]:
@@ -233,7 +347,12 @@ def main() -> int:
     parser.add_argument("--result")
     # With drafts vLLM gives other tokens from run to run also without taps, and some rows are not explained yet.
     parser.add_argument("--with-drafts", action="store_true", help="also run engines that draft tokens")
+    parser.add_argument("--time", choices=["never", "off"], help="time the model in --result; print seconds")
+    parser.add_argument("--rounds", type=int, default=5, help="of the measurement with taps off")
     asked = parser.parse_args()
+    if asked.time:
+        print(time_generations(Path(asked.result), taps=asked.time == "off"))
+        return 0
     options = COMPILED if asked.compiled else {}
     if asked.drafts:
         total, worst = campaign([asked.drafts], asked.tokens, asked.seed, True, **options)
@@ -253,7 +372,19 @@ def main() -> int:
     for key, value in total.items():
         print(f"{key:{width}}  {value}")
     print(f"{'largest distance':{width}}  {worst:.2g}")
-    failed = total["wrong rows"] + total["outputs that changed"] + total["passes refused"] + total["missing"]
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = check_layers_and_steering(Path(folder))
+        print(f"{'layer files, steering':{width}}  {'; '.join(wrong) or 'as Hugging Face'}")
+        ratios = off_ratios(Path(folder), asked.rounds)
+        rounds = ", ".join(f"{each:.3f}" for each in sorted(ratios))
+        print(f"{'taps off':{width}}  {statistics.median(ratios):.3f} x ({rounds})")
+    failed = (
+        len(wrong)
+        + total["wrong rows"]
+        + total["outputs that changed"]
+        + total["passes refused"]
+        + total["missing"]
+    )
     return int(failed > 0)
 
 

@@ -92,9 +92,9 @@ def record_layers(
     """
     on = enabled if record_layer_outputs is None else record_layer_outputs
     if hasattr(model, "collective_rpc"):  # a serving engine
-        from torchtap.serving.layer_files import EngineLayers
+        from torchtap.serving.layer_files import record_engine_layers
 
-        return cast("LayerRecorder", EngineLayers(model, out_dir))
+        return cast("LayerRecorder", record_engine_layers(model, out_dir, layers, enabled=on))
     return LayerRecorder(model, out_dir, layers, enabled=on)
 
 

@@ -12,30 +12,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from torchtap.serving.addresses import RequestTokens
+from torchtap.serving.engine_capture import capture
+from torchtap.serving.steering import steer
+from torchtap.serving.values import ServedRun, ServedValues, open_run
 
-if TYPE_CHECKING:
-    from torchtap.serving.addresses import RequestTokens as RequestTokens
-    from torchtap.serving.engine_capture import capture as capture
-    from torchtap.serving.steering import steer as steer
-    from torchtap.serving.values import ServedRun as ServedRun
-    from torchtap.serving.values import ServedValues as ServedValues
-    from torchtap.serving.values import open_run as open_run
-
-_HOME = {
-    "RequestTokens": "torchtap.serving.addresses",
-    "ServedRun": "torchtap.serving.values",
-    "ServedValues": "torchtap.serving.values",
-    "capture": "torchtap.serving.engine_capture",
-    "open_run": "torchtap.serving.values",
-    "steer": "torchtap.serving.steering",
-}
-__all__ = [*_HOME]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'torchtap.serving' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+__all__ = ["RequestTokens", "ServedRun", "ServedValues", "capture", "open_run", "steer"]

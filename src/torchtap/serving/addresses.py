@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from torchtap.errors import SelectionError
-from torchtap.spi import Name
 
-__all__ = ["PassTable", "Rejected", "Request", "RequestTokens", "RowLog", "audit"]
+__all__ = ["PassTable", "Rejected", "Request", "RequestTokens", "RowLog", "audit", "matching"]
 
 
 @final
@@ -63,11 +62,10 @@ class PassTable:
             yield request, slice(start, start + count)
             start += count
 
-    def only(self, chosen: Mapping[str, slice]) -> PassTable:
-        """Return the table of some requests. The slice of each has the rows to keep among its own."""
-        kept = {request: range(*run.indices(run.stop))[chosen[request]] for request, run in self.runs()
-                if request in chosen}  # fmt: skip
-        kept = {request: rows for request, rows in kept.items() if len(rows)}
+    def only(self, chosen: Mapping[str, Sequence[int]]) -> PassTable:
+        """Return the table of some rows: for each request, the numbers of those to keep among its own."""
+        kept = {request: [run.start + row for row in chosen[request]] for request, run in self.runs()
+                if chosen.get(request)}  # fmt: skip
         at = torch.tensor([row for rows in kept.values() for row in rows], dtype=torch.long)
         return PassTable(
             self.shape,
@@ -111,11 +109,17 @@ class Request:
     parent: str | None = None  # the user's id of this request, if it differs
     sample: int | None = None  # of a request with several outputs
     logprobs: list[float] | None = None  # of the output, as the engine sampled it
+    asked: dict[str, Any] = field(default_factory=dict)  # of torchtap, by a request to a server
 
     @property
     def tokens(self) -> list[int]:
         """The prompt and the output."""
         return self.prompt + self.output
+
+    @property
+    def label(self) -> str:
+        """The user's id, with the number of the sample if there are several."""
+        return (self.parent or self.id) + ("" if self.sample is None else f"_{self.sample}")
 
     def is_called(self, name: str) -> bool:
         """Return True if this is the engine's id or the user's. Servers number the prompts of a call: ``cmpl-1-0``."""
@@ -123,6 +127,28 @@ class Request:
             return True
         call, _, number = (self.parent or "").rpartition("-")
         return call == name and number.isdecimal()
+
+
+def matching(requests: Mapping[str, Request], request: str, sample: int | None) -> Request:
+    """Return the request with an id, of the engine or of the user."""
+    found = [each for each in requests.values() if each.is_called(request)]
+    if sample is not None:
+        found = [each for each in found if each.sample == sample]
+    exact = [each for each in found if each.id == request]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    known = [each.parent or each.id for each in requests.values()]
+    if not found:
+        near = get_close_matches(request, known, 3) or list(dict.fromkeys(known))[:5]
+        raise SelectionError(
+            f"request {request!r}{'' if sample is None else f', sample {sample}'} is not among the "
+            f"{len(known)} recorded ones" + (f"; some are {', '.join(map(repr, near))}" if near else ""),
+            nearest=tuple(near),
+        )
+    listed = ", ".join(f"{each.id!r} (sample {each.sample})" for each in found[:6])
+    raise SelectionError(
+        f"request {request!r} has {len(found)} recordings: {listed}; give sample=, or one of these ids"
+    )
 
 
 class Rejected(NamedTuple):
@@ -140,6 +166,7 @@ class _Row(NamedTuple):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class RequestTokens(Mapping[str, Tensor]):
     """The values of one request in token order: site → tensor with one row for each of ``positions``.
 
@@ -151,67 +178,47 @@ class RequestTokens(Mapping[str, Tensor]):
     logprobs: of the generated tokens, if the engine returned them.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        positions: Sequence[int],
-        values: Mapping[str, Tensor],
-        *,
-        computed_by: Sequence[str] = (),
-        rejected: Sequence[Rejected] = (),
-        missing: Mapping[int, str] | None = None,
-    ) -> None:
-        self.request = request
-        self.tokens = request.tokens
-        self.positions = list(positions)
-        self.generated = torch.tensor([each >= len(request.prompt) for each in positions], dtype=torch.bool)
-        self.computed_by = list(computed_by)
-        self.rejected = list(rejected)
-        self.missing = dict(missing or {})
-        self.logprobs = request.logprobs
-        self._values = dict(values)
+    request: Request
+    positions: list[int]
+    _rows: dict[str, Tensor]
+    computed_by: list[str] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    missing: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.request.tokens
+        self.logprobs = self.request.logprobs
+        start = len(self.request.prompt)
+        self.generated = torch.tensor([each >= start for each in self.positions], dtype=torch.bool)
 
     def __getitem__(self, site: str) -> Tensor:
-        if site in self._values:
-            return self._values[site]
-        asked = Name.parse(site)
-        leaves = [
-            name
-            for name in self._values
-            if (known := Name.parse(name)).path == asked.path
-            and (known.kind, known.call) == (asked.kind, asked.call)
-        ]
-        if len(leaves) == 1 and not asked.leaf:
-            return self._values[leaves[0]]
-        nearest = get_close_matches(site, self._values, 3, 0.5) or list(self._values)[:3]
+        if site in self._rows:
+            return self._rows[site]
+        leaves = [name for name in self._rows if name.startswith(f"{site}.")]
+        if len(leaves) == 1:
+            return self._rows[leaves[0]]
+        nearest = get_close_matches(site, self._rows, 3, 0.5) or list(self._rows)[:3]
         raise SelectionError(
             f"{site!r} was not recorded for request {self.request.id!r}; recorded are {', '.join(map(repr, nearest))}"
-            + (" …" if len(self._values) > len(nearest) else ""),
+            + (" …" if len(self._rows) > len(nearest) else ""),
             nearest=tuple(nearest),
         )
 
     def __contains__(self, site: object) -> bool:
-        return site in self._values
-
-    def only(self, sites: Sequence[str]) -> RequestTokens:
-        """Return the same with some sites alone."""
-        kept = {site: value for site, value in self._values.items() if site in sites}
-        more: dict[str, Any] = {"computed_by": self.computed_by, "rejected": self.rejected}
-        return RequestTokens(self.request, self.positions, kept, missing=self.missing, **more)
+        return site in self._rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._rows)
 
     def __repr__(self) -> str:
-        made = int(self.generated.sum())
-        lines = [
-            f"RequestTokens({self.request.id!r}: {len(self.positions)} rows, {made} of generated tokens, "
-            f"{len(self.missing)} missing, {len(self.rejected)} rejected)"
-        ]
-        return "\n".join([*lines, *(f"  {site}  {list(value.shape)}" for site, value in self.items())])
+        first = (
+            f"RequestTokens({self.request.id!r}: {len(self.positions)} rows, {int(self.generated.sum())} of generated "
+            f"tokens, {len(self.missing)} missing, {len(self.rejected)} rejected)"
+        )
+        return "\n".join([first, *(f"  {site}  {list(value.shape)}" for site, value in self.items())])
 
 
 @final
@@ -237,30 +244,9 @@ class RowLog:
         """Keep the rows of a site in a pass."""
         self.values.setdefault(site, {})[number] = rows
 
-    def matching(self, request: str, sample: int | None = None) -> Request:
-        """Return the request with an id, of the engine or of the user."""
-        found = [each for each in self.requests.values() if each.is_called(request)]
-        if sample is not None:
-            found = [each for each in found if each.sample == sample]
-        exact = [each for each in found if each.id == request]
-        if len(exact or found) == 1:
-            return (exact or found)[0]
-        known = [each.parent or each.id for each in self.requests.values()]
-        if not found:
-            near = get_close_matches(request, known, 3) or list(dict.fromkeys(known))[:5]
-            raise SelectionError(
-                f"request {request!r}{'' if sample is None else f', sample {sample}'} is not among the "
-                f"{len(known)} recorded ones" + (f"; some are {', '.join(map(repr, near))}" if near else ""),
-                nearest=tuple(near),
-            )
-        listed = ", ".join(f"{each.id!r} (sample {each.sample})" for each in found[:6])
-        raise SelectionError(
-            f"request {request!r} has {len(found)} recordings: {listed}; give sample=, or one of these ids"
-        )
-
     def of_request(self, request: str, sample: int | None = None) -> RequestTokens:
         """Return the values of one request in token order."""
-        known = self.matching(request, sample)
+        known = matching(self.requests, request, sample)
         chosen, rejected = self._settled(known)
         found = {position: (known.id, row) for position, row in chosen.items()}
         missing: dict[int, str] = {}
@@ -274,21 +260,19 @@ class RowLog:
             else:
                 found[position] = donor
         order = sorted(found)
-        values = {}
-        for site, passes in self.values.items():
-            rows = [passes.get(found[each][1].number) for each in order]
-            if all(each is not None for each in rows) and rows:
-                values[site] = torch.stack([
-                    rows[at][found[each][1].offset] for at, each in enumerate(order)  # type: ignore[index]
-                ])  # fmt: skip
-        return RequestTokens(
-            known,
-            order,
-            values,
-            computed_by=[found[each][0] for each in order],
-            rejected=[self._rejected(position, row) for position, row in rejected],
-            missing=missing,
-        )
+        rows = [found[position][1] for position in order]
+        values = {
+            site: torch.stack([passes[row.number][row.offset] for row in rows])
+            for site, passes in self.values.items()
+            if rows and all(row.number in passes for row in rows)
+        }
+        drafts = [
+            Rejected(position, row.token, {
+                site: passes[row.number][row.offset] for site, passes in self.values.items() if row.number in passes
+            })
+            for position, row in rejected
+        ]  # fmt: skip
+        return RequestTokens(known, order, values, [found[each][0] for each in order], drafts, missing)
 
     def forget(self, request: str) -> None:
         """Release the rows of a request. A pass is released with its last request."""
@@ -300,12 +284,6 @@ class RowLog:
                 for passes in self.values.values():
                     passes.pop(number, None)
                 self.tables[number] = _EMPTY
-
-    def _rejected(self, position: int, row: _Row) -> Rejected:
-        values = {
-            s: passes[row.number][row.offset] for s, passes in self.values.items() if row.number in passes
-        }
-        return Rejected(position, row.token, values)
 
     def _settled(self, request: Request) -> tuple[dict[int, _Row], list[tuple[int, _Row]]]:
         """Return the row of each position, and the rows of drafts that were not accepted."""

@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 from urllib.parse import quote
 
-from torchtap.errors import OutputError
+from torchtap.errors import OutputError, PlanError
 from torchtap.monitors.layers import write_layers
-from torchtap.serving.engine_capture import EngineCapture, capture
+from torchtap.serving.engine_capture import capture
 from torchtap.serving.values import ServedValues
 from torchtap.spi import Name
 
-__all__ = ["EngineLayers"]
+__all__ = ["record_engine_layers"]
 
 
-@final
-class EngineLayers:
+@contextmanager
+def record_engine_layers(
+    engine: Any, out_dir: str | Path | None, layers: Sequence[int | str] | None, *, enabled: bool
+) -> Iterator[ServedValues]:
     """Record embedding and layers of each request: ``out_dir/<request>/embedding_output.pt``, ``layer_N_output.pt``.
 
-    Layer N is the output of the N-th block, one row for each token. Made by ``tt.record_layers(engine, out_dir)``.
+    Layer N is the output of the N-th block, one row for each token. Called by ``tt.record_layers(engine, out_dir)``.
     """
-
-    def __init__(self, engine: Any, out_dir: str | Path | None) -> None:
-        self.out_dir = None if out_dir is None else Path(out_dir)
-        if self.out_dir is not None and self.out_dir.is_dir() and any(self.out_dir.iterdir()):
-            raise OutputError(f"{self.out_dir} already holds files: give a new folder")
-        self._capture: EngineCapture = capture(engine, "**.embed_tokens:output", "**.layers.*:output")
-        self.seen: ServedValues = self._capture.seen
-
-    def __enter__(self) -> ServedValues:
-        return self._capture.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._capture.__exit__(*error)
-        if self.out_dir is None:
-            return
-        for name in self.seen.requests:
-            values = self.seen.of_request(name)
-            embedding = [site for site in values if "embed_tokens" in site]
-            blocks = [site for site in values if "embed_tokens" not in site]
-            numbers = [
-                *range(len(embedding[:1])),
-                *(int(Name.parse(each).module.parts[-1]) + 1 for each in blocks),
-            ]
-            sites = dict(zip(numbers, [*embedding[:1], *blocks], strict=True))
-            metadata = {
-                "request": name,
-                "layers": len(blocks),
-                "sites": {f"layer_{number}": site for number, site in sites.items()},
-                "tokens": values.tokens,
-                "positions": values.positions,
-                "prompt": len(values.request.prompt),
-                "missing": {str(position): why for position, why in values.missing.items()},
-            }
-            write_layers(
-                self.out_dir / quote(name, safe=""), {n: values[s] for n, s in sites.items()}, metadata
-            )
+    folder = None if out_dir is None else Path(out_dir)
+    if folder is not None and folder.is_dir() and any(folder.iterdir()):
+        raise OutputError(f"{folder} already holds files: give a new folder")
+    for each in layers or ():
+        if each != "embedding" and not isinstance(each, int):
+            raise PlanError(f"layers={each!r}: for an engine, give numbers of blocks and 'embedding'")
+    sites = [
+        "**.embed_tokens:output" if each == "embedding" else f"**.layers.{each}:output"
+        for each in (["embedding", "*"] if layers is None else layers)
+    ]
+    if not enabled:
+        yield ServedValues()
+        return
+    with capture(engine, *sites) as seen:
+        yield seen
+    for name in () if folder is None else seen.requests:
+        values = seen.of_request(name)
+        parts = {site: Name.parse(site).module.parts[-1] for site in values}
+        numbers = {site: int(part) + 1 if part.isdecimal() else 0 for site, part in parts.items()}
+        metadata = {
+            "request": name,
+            "layers": sum(number > 0 for number in numbers.values()),
+            "sites": {f"layer_{number}": site for site, number in numbers.items()},
+            "tokens": values.tokens,
+            "positions": values.positions,
+            "prompt": len(values.request.prompt),
+            "missing": {str(position): why for position, why in values.missing.items()},
+        }
+        assert folder is not None
+        own = folder / quote(values.request.label, safe="")
+        if own.exists():  # an id that was used twice
+            own = folder / quote(name, safe="")
+        write_layers(own, {number: values[site] for site, number in numbers.items()}, metadata)

@@ -1,12 +1,10 @@
 """Take the rows of chosen sites while a model runs inside an engine.
 
-    recorder = RowRecorder(model, ["model.layers.*:output"])
-    recorder.begin_pass(table)          # before each call of the model; the engine's adapter makes the table
-    ...                                 # hooks hand over values, or an op in the model's compiled graph does
-    recorder.log.of_request("0")
+A `FollowedEngine` reads an engine's tables and calls ``begin_pass(table)`` of a `RowVisitor` before each call of the
+model. The visitor's hooks then see the values of that pass. `RowRecorder` keeps them; steering replaces them.
 
 The hooks call Python in eager code. If a compiler traces the model, they put the op ``torchtap_serving::rows`` into the
-graph instead. Both call `RowRecorder.take`. It guarantees:
+graph instead. Both call `RowVisitor.see`. It guarantees:
 - a row is copied before anything can change it in place;
 - between `end_pass` and `begin_pass` nothing is taken: warm-up and profiling runs have no requests.
 
@@ -18,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from functools import partial, wraps
+from typing import Any
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -28,10 +27,10 @@ from torch import Tensor, nn
 from torchtap import Full, Plan, Site, make_plan
 from torchtap._torch import keep_in_order
 from torchtap.errors import PlanError
-from torchtap.serving.addresses import PassTable, RowLog
+from torchtap.serving.addresses import PassTable, Request, RowLog, audit
 from torchtap.spi import Hooks, input_names, leaves
 
-__all__ = ["RowRecorder", "RowVisitor", "outputs_of"]
+__all__ = ["FollowedEngine", "RowRecorder", "RowVisitor", "outputs_of"]
 
 _MOST_LEAVES = 8
 _OP = "torchtap_serving::rows"
@@ -62,6 +61,8 @@ class RowVisitor:
 
     def __init__(self, model: nn.Module, sites: Sequence[str], *, in_graph: bool = False) -> None:
         self.plan = outputs_of(model, sites)
+        self.requests: dict[str, Request] = {}
+        self._in_graph = in_graph
         self._hooks = Hooks(model)
         self._number = self._graph_number() if in_graph else next(_numbers)
         _listening[self._number] = self
@@ -109,14 +110,34 @@ class RowVisitor:
         names = [Site(each.path, each.kind, leaf, 0, module=each.module) for each in port.names]
         return any(self.plan.taps[tap].wants(names) for tap in port.taps)
 
+    def follow(self, requests: dict[str, Request]) -> None:
+        """Use the requests of an engine from now on."""
+        self.requests = requests
+
+    def begin_pass(self, table: PassTable) -> None:
+        """Receive the addresses of the pass that begins."""
+        raise NotImplementedError
+
+    def end_pass(self) -> None:
+        """Ignore values until the next pass."""
+        raise NotImplementedError
+
     def see(self, index: int, leaf: str, value: Tensor) -> None:
         """Receive a leaf of the output of a port."""
         raise NotImplementedError
 
+    def report(self, problem: str) -> None:
+        """Receive why a pass has no addresses."""
+
+    def finished(self, request: Request) -> None:
+        """Receive a request that ended."""
+
     def remove(self) -> None:
-        """Remove the hooks. Ops in a graph stay and do nothing."""
-        self._hooks.remove()
-        _listening.pop(self._number, None)
+        """Remove the hooks. Ops in a graph stay for the next capture, and do nothing until then."""
+        self.end_pass()
+        if not self._in_graph:
+            self._hooks.remove()
+            _listening.pop(self._number, None)
 
 
 def values_of(output: Any, fused: bool) -> Iterator[tuple[str, Tensor]]:
@@ -128,30 +149,32 @@ def values_of(output: Any, fused: bool) -> Iterator[tuple[str, Tensor]]:
     yield from leaves(output)
 
 
-@final
 class RowRecorder(RowVisitor):
     """Keep the rows of the chosen sites in a `RowLog`."""
 
-    def __init__(
-        self, model: nn.Module, sites: Sequence[str], *, in_graph: bool = False, log: RowLog | None = None
-    ) -> None:
-        self.log = RowLog() if log is None else log
+    def __init__(self, model: nn.Module, sites: Sequence[str], *, in_graph: bool = False) -> None:
+        self.log = RowLog()
         self._wanted: dict[tuple[int, str], bool] = {}
         self._calls: dict[tuple[int, str], int] = {}
         self._summed: set[int] = set()
         self._pass: tuple[int, PassTable] | None = None
-        self.enabled = True
         super().__init__(model, sites, in_graph=in_graph)
 
+    def follow(self, requests: dict[str, Request]) -> None:
+        super().follow(requests)
+        self.log = RowLog()
+        self.log.requests = requests
+
     def begin_pass(self, table: PassTable) -> None:
-        """Take the values from now on under these addresses."""
         self._calls.clear()
         self._summed.clear()
-        self._pass = (self.log.add(table), table) if table.counts and self.enabled else None
+        self._pass = (self.log.add(table), table) if table.counts else None
 
     def end_pass(self) -> None:
-        """Take nothing until the next pass."""
         self._pass = None
+
+    def report(self, problem: str) -> None:
+        self.log.problems[""] = problem
 
     def see(self, index: int, leaf: str, value: Tensor) -> None:
         if self._pass is None or (leaf in ("0", "1") and index in self._summed):
@@ -176,6 +199,86 @@ class RowRecorder(RowVisitor):
             )
         else:
             self.log.put(number, name, rows)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------
+
+
+class FollowedEngine:
+    """Give a visitor the addresses of each pass of an engine's model, until `remove`.
+
+    Subclasses read the tables of one engine, and keep ``requests``: every request that was scheduled since.
+    """
+
+    def __init__(self, model: nn.Module, visitor: RowVisitor) -> None:
+        self.requests: dict[str, Request] = {}
+        self._visitor = visitor
+        visitor.follow(self.requests)
+        hooks = Hooks(model)
+        hooks.before(model, self._before)
+        hooks.around(lambda: None, visitor.end_pass)
+        self._undo = [hooks.remove]
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Call ``around(method, *args)`` in place of a method while this lasts."""
+        self._undo.append(_wrap(owner, name, around))
+
+    def table(self, args: Any, kwargs: dict[str, Any]) -> PassTable | None:
+        """Return the addresses of a call of the model; None if it has no requests."""
+        raise NotImplementedError
+
+    def read_outputs(self) -> None:
+        """Read the output tokens of the requests, before the engine is left."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Leave the engine as it was."""
+        self.read_outputs()
+        for undo in (*self._undo, self._visitor.remove):
+            undo()
+
+    def _before(self, args: Any, kwargs: dict[str, Any]) -> None:
+        try:
+            table = self.table(args, kwargs)
+            problem = "" if table is None else audit(table, self.requests)
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            problem = f"the engine's step could not be read: {type(error).__name__}: {error}"
+        if problem:
+            self._visitor.report(problem)
+        elif table is not None:
+            self._visitor.begin_pass(table)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Call ``around(method, *args)`` in place of a method of an object or a class. Return a function that ends it.
+
+    Several may wrap one method, and end in any order; the last one leaves the owner as it was.
+    """
+    call = vars(owner).get(name)
+    if not hasattr(call, "torchtap_around"):
+        was, method = call, getattr(owner, name)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            step = method
+            for each in call.torchtap_around:
+                step = partial(each, step)
+            return step(*args, **kwargs)
+
+        call.torchtap_around, call.torchtap_was = [], was
+        setattr(owner, name, call)
+    call.torchtap_around.append(around)
+
+    def end() -> None:
+        call.torchtap_around.remove(around)
+        if call.torchtap_around:
+            return
+        if call.torchtap_was is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, call.torchtap_was)
+
+    return end
 
 
 # -- in a compiled graph ------------------------------------------------------------------------------------------

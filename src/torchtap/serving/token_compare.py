@@ -98,22 +98,27 @@ def compare_tokens(model: Any, run: Any) -> Comparison:
     heads = _Heads()
     for each in requests:
         _add_request(model, each, sites, step, distances, noise, heads)
-    rows = _rows(sites, distances, noise, step)
-    first = next((row for row in rows if row.status == "diverged"), None)
+    rows = []
+    for index, site in enumerate(sites):
+        floor = max(_MARGIN * noise[site].error, 8 * step)
+        rows.append(_row(index, site, distances[site].error, floor, f"{distances[site].rows} rows"))
     facts: dict[str, Any] = {
         "requests": len(requests),
         "tokens": sum(len(each.positions) for each in requests),
     }
-    difference = None if first is None else _first_layer(first, rows)
     if heads.theirs:
-        row, cause = _judge_logprobs(model, heads, len(rows), step, explain=first is None)
-        rows.append(row)
-        facts |= {"logprob_error": row.error, "logprob_floor": row.floor, "logprobs": len(heads.theirs)}
-        if first is None and row.status == "diverged":
-            difference = FirstDifference(
-                site=_LOGPROBS, module=cause[0], index=row.index, error=row.error, floor=row.floor, origin="local",
-                sure="likely", what=cause[1], after=rows[-2].site,
-            )  # fmt: skip
+        last = _logprobs_row(heads, len(rows), step)
+        rows.append(last)
+        facts |= {"logprob_error": last.error, "logprob_floor": last.floor, "logprobs": len(heads.theirs)}
+    first = next((row for row in rows if row.status == "diverged"), None)
+    difference = None
+    if first is not None:
+        module, what = _cause(model, heads, first.floor) if first.site == _LOGPROBS else (first.module, "")
+        before = rows[first.index - 1].site if first.index else None
+        difference = FirstDifference(
+            site=first.site, module=module, index=first.index, error=first.error, floor=first.floor, origin="local",
+            sure="likely", what=what, after=before, evidence="every site before it agrees" if before else "",
+        )  # fmt: skip
     return Comparison(
         reference=type(model).__name__,
         target=f"{len(requests)} requests",
@@ -164,62 +169,30 @@ def _add_request(
         heads.theirs += request.logprobs
 
 
-def _rows(
-    sites: list[str], distances: Mapping[str, _Distance], noise: Mapping[str, _Distance], step: float
-) -> list[Row]:
-    made = []
-    for index, site in enumerate(sites):
-        error, floor = distances[site].error, max(_MARGIN * noise[site].error, 8 * step)
-        status: Any = "equal" if error == 0 else "within" if error <= floor else "diverged"
-        made.append(
-            Row(
-                index=index, site=site, target_site=site, module=Name.parse(site).path, kind="output", status=status,
-                error=error, floor=floor, excess=error / floor, origin="local" if status == "diverged" else None,
-                note=f"{distances[site].rows} rows",
-            )
-        )  # fmt: skip
-    return made
-
-
-def _first_layer(first: Row, rows: list[Row]) -> FirstDifference:
-    before = [row.site for row in rows[: first.index]]
-    return FirstDifference(
-        site=first.site,
-        module=first.module,
-        index=first.index,
-        error=first.error,
-        floor=first.floor,
-        origin="local",
-        sure="likely",
-        after=before[-1] if before else None,
-        evidence="every site before it agrees" if before else "",
-    )
+def _row(index: int, site: str, error: float, floor: float, note: str) -> Row:
+    """Return what was measured at a site, or for the log-probabilities."""
+    status: Any = "equal" if error == 0 else "within" if error <= floor else "diverged"
+    values = site != _LOGPROBS
+    return Row(
+        index=index, site=site, target_site=site, module=Name.parse(site).path if values else "",
+        kind="output" if values else "value", status=status, error=error, floor=floor, excess=error / floor,
+        origin="local" if status == "diverged" else None, note=note,
+    )  # fmt: skip
 
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------
 
 
-def _judge_logprobs(
-    model: Any, heads: _Heads, index: int, step: float, *, explain: bool
-) -> tuple[Row, tuple[str, str]]:
-    logits, theirs = torch.cat(heads.logits), torch.tensor(heads.theirs, dtype=torch.float64)
-    own, moved = heads.own(logits), heads.own(torch.cat(heads.moved))
+def _logprobs_row(heads: _Heads, index: int, step: float) -> Row:
+    own, moved = heads.own(torch.cat(heads.logits)), heads.own(torch.cat(heads.moved))
     floor = _MARGIN * float((own - moved).abs().max()) + 32 * step
-    error = float((own - theirs).abs().max())
-    status: Any = "equal" if error == 0 else "within" if error <= floor else "diverged"
-    row = Row(
-        index=index, site=_LOGPROBS, target_site=_LOGPROBS, module="", kind="value", status=status, error=error,
-        floor=floor, excess=error / floor, origin="local" if status == "diverged" else None,
-        note=f"{len(heads.tokens)} generated tokens; absolute",
-    )  # fmt: skip
-    cause = ("", "")
-    if status == "diverged" and explain:
-        cause = _cause(model, heads, logits, theirs, floor)
-    return row, cause
+    error = float((own - torch.tensor(heads.theirs, dtype=torch.float64)).abs().max())
+    return _row(index, _LOGPROBS, error, floor, f"{len(heads.tokens)} generated tokens; absolute")
 
 
-def _cause(model: Any, heads: _Heads, logits: Tensor, theirs: Tensor, floor: float) -> tuple[str, str]:
+def _cause(model: Any, heads: _Heads, floor: float) -> tuple[str, str]:
     """Return the module and the cause that explains every token; the head without a cause if none does."""
+    logits, theirs = torch.cat(heads.logits), torch.tensor(heads.theirs, dtype=torch.float64)
     head = next(
         (name for name, each in model.named_modules() if each is model.get_output_embeddings()), "lm_head"
     )

@@ -8,19 +8,18 @@ refused: it moves the rows of a request from beam to beam.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchtap.errors import FormError, PlanError
-from torchtap.serving.addresses import PassTable, Request, RowLog, audit
-from torchtap.serving.recorder import RowRecorder
-from torchtap.spi import Hooks
+from torchtap.errors import PlanError
+from torchtap.serving.addresses import PassTable, Request
+from torchtap.serving.recorder import FollowedEngine, RowVisitor
 
-__all__ = ["GenerationRecorder"]
+__all__ = ["TransformersEngine"]
 
 
 @final
@@ -34,79 +33,49 @@ class _Generation:
 
 
 @final
-class GenerationRecorder:
-    """Record the chosen sites of a model of Hugging Face, until `remove`; or steer it, with another ``visitor``."""
+class TransformersEngine(FollowedEngine):
+    """Follow a model of Hugging Face."""
 
-    def __init__(self, model: Any, sites: Sequence[str], visitor: Any = None) -> None:
-        if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
-            raise FormError(
-                f"{type(model).__name__} is no engine that torchtap knows: give vllm.LLM, or a model of transformers "
-                "with generate()"
-            )
-        self.log = RowLog()
-        self._recorder = RowRecorder(model, sites, log=self.log) if visitor is None else visitor
-        if visitor is not None:
-            visitor.requests = self.log.requests
+    def __init__(self, model: Any, visitor: RowVisitor) -> None:
+        super().__init__(model, visitor)
         self._generation: _Generation | None = None
         self._batch: Any = None  # the tensors and requests of continuous batching
         self._states: dict[str, Any] = {}
         self._count = 0
         self._model: Any = model
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
-        self._undo: list[Callable[[], None]] = []
-        self._wrap()
-        self._hooks = Hooks(model)
-        self._hooks.before(model, self._before)
-        self._hooks.around(lambda: None, self._recorder.end_pass)
+        self.wrap(model, "generate", self._generate)
+        with suppress(ImportError):  # a transformers without continuous batching
+            from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
-    def remove(self) -> RowLog:
-        """Stop recording and return what was recorded."""
-        self._recorder.remove()
-        self._hooks.remove()
-        for undo in reversed(self._undo):
-            undo()
+            self.wrap(ContinuousBatchProcessor, "_generation_step", self._step)
+
+    def read_outputs(self) -> None:
         for name, state in self._states.items():
-            made, request = state.to_generation_output(), self.log.requests[name]
+            made, request = state.to_generation_output(), self.requests[name]
             request.output = list(made.generated_tokens)
             request.logprobs = list(made.logprobs) or None
             request.finished = made.is_finished()
-        return self.log
 
-    def _wrap(self) -> None:
-        """Note each call of ``generate`` and each step of continuous batching while this lasts."""
-        generate = self._model.generate
+    def table(self, args: Any, kwargs: dict[str, Any]) -> PassTable | None:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids")
+        if not isinstance(tokens, Tensor):
+            self._visitor.report("the model was called without input_ids, so its rows have no tokens")
+            return None
+        return self._batched(given, tokens) if self._batch is None else self._continuous(given, tokens)
 
-        @wraps(generate)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            return self._generate(generate, args, kwargs)
-
-        self._model.__dict__["generate"] = noted
-        self._undo.append(lambda: self._model.__dict__.pop("generate", None))
-        try:
-            from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
-        except ImportError:  # a transformers without continuous batching
-            return
-        step = ContinuousBatchProcessor._generation_step
-
-        def noted_step(processor: Any, model: Any) -> Any:
-            if model is not self._model:
-                return step(processor, model)
+    def _step(self, step: Callable[..., Any], processor: Any, model: Any) -> Any:
+        if model is self._model:
             self._batch = processor.inputs_and_outputs
-            try:
-                return step(processor, model)
-            finally:
-                self._batch = None
-
-        ContinuousBatchProcessor._generation_step = noted_step
-
-        def put_back() -> None:
-            ContinuousBatchProcessor._generation_step = step
-
-        self._undo.append(put_back)
+        try:
+            return step(processor, model)
+        finally:
+            self._batch = None
 
     # -- generate -----------------------------------------------------------------------------------------------
 
-    def _generate(self, generate: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config") or self._model.generation_config
         beams = kwargs.get("num_beams", config.num_beams) or 1
         if beams > 1:
@@ -134,19 +103,6 @@ class GenerationRecorder:
             stop = next((at for at, token in enumerate(output) if token in ends), len(output) - 1)
             request.output, request.finished = output[: stop + 1], True
         return made
-
-    def _before(self, args: Any, kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        tokens = given.get("input_ids")
-        if not isinstance(tokens, Tensor):
-            self.log.problems[""] = "the model was called without input_ids, so its rows have no tokens"
-            return
-        table = self._continuous(given, tokens) if self._batch is not None else self._batched(given, tokens)
-        problem = audit(table, self.log.requests)
-        if problem:
-            self.log.problems[""] = problem
-        else:
-            self._recorder.begin_pass(table)
 
     def _batched(self, given: dict[str, Any], tokens: Tensor) -> PassTable:
         generation = self._generation or _Generation(None, 1)
@@ -187,7 +143,7 @@ class GenerationRecorder:
             parent=name if several else None,
             sample=sample if several else None,
         )
-        self.log.requests[request.id] = request
+        self.requests[request.id] = request
         return request
 
     # -- continuous batching ------------------------------------------------------------------------------------
@@ -202,10 +158,10 @@ class GenerationRecorder:
             names.append(state.request_id)
             counts.append(each.query_length)
             self._states[state.request_id] = state
-            if state.request_id not in self.log.requests:
+            if state.request_id not in self.requests:
                 first, _, child = state.request_id.partition("__child#")
                 size = state._true_initial_tokens or len(state.initial_tokens)
-                self.log.requests[state.request_id] = Request(
+                self.requests[state.request_id] = Request(
                     state.request_id,
                     list(state.initial_tokens[:size]),
                     parent=first if child else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -16,10 +16,10 @@ from typing import Any, final
 from urllib.parse import quote
 
 from torchtap.errors import OutputError, RunNotFoundError, SessionError
-from torchtap.serving.addresses import Rejected, Request, RequestTokens, RowLog
+from torchtap.serving.addresses import Rejected, Request, RequestTokens, RowLog, matching
 from torchtap.spi import SharedFolder
 
-__all__ = ["ServedRun", "ServedValues", "open_run", "write_log", "write_request"]
+__all__ = ["ServedRun", "ServedValues", "open_run", "write_request"]
 
 _KEY = "torchtap"
 _FORMAT = 1
@@ -96,23 +96,25 @@ class ServedValues:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name in self.requests:
             write_request(Path(folder), self.of_request(name))
+        if self.problems:
+            SharedFolder(Path(folder)).put(_PROBLEMS, [json.dumps(self.problems).encode()])
         return open_run(folder)
 
 
-def write_request(folder: Path, values: RequestTokens) -> Path:
-    """Write one request to a folder."""
+def write_request(folder: Path, values: RequestTokens, sites: Collection[str] | None = None) -> None:
+    """Write one request to a folder, with some of its sites or all."""
     from safetensors.torch import save
 
+    tensors = {site: rows.contiguous() for site, rows in values.items() if sites is None or site in sites}
     meta = {
         "format": _FORMAT,
         "request": asdict(values.request),
-        "sites": list(values),
+        "sites": list(tensors),
         "positions": values.positions,
         "computed_by": values.computed_by,
         "missing": {str(position): why for position, why in values.missing.items()},
         "rejected": [[each.position, each.token] for each in values.rejected],
     }
-    tensors = {site: value.contiguous() for site, value in values.items()}
     for number, each in enumerate(values.rejected):
         tensors.update({f"{_REJECTED}{number}/{site}": row.contiguous() for site, row in each.values.items()})
     path = folder / _file_name(values.request.id)
@@ -121,7 +123,6 @@ def write_request(folder: Path, values: RequestTokens) -> Path:
         SharedFolder(folder).put(path.name, [save(tensors, {_KEY: json.dumps(meta)})])
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error}") from error
-    return path
 
 
 def _file_name(request: str) -> str:
@@ -164,13 +165,14 @@ class ServedRun:
         if not self.folder.is_dir():
             raise RunNotFoundError(f"{self.folder} is no folder of recorded requests")
 
-    def _known(self) -> Mapping[str, Request]:
+    def _known(self) -> dict[str, Request]:
         from safetensors import safe_open
 
         known = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                known[path.name] = Request(**json.loads(file.metadata()[_KEY])["request"])
+                request = Request(**json.loads(file.metadata()[_KEY])["request"])
+            known[request.id] = request
         return known
 
     @property
@@ -182,15 +184,11 @@ class ServedRun:
     @property
     def requests(self) -> list[str]:
         """The ids of the requests."""
-        return [each.id for each in self._known().values()]
+        return list(self._known())
 
     def tokens(self, request: str, sample: int | None = None) -> RequestTokens:
         """Return the values of one request in token order, prompt and generated."""
-        log = RowLog()
-        known = self._known()
-        log.requests = {each.id: each for each in known.values()}
-        chosen = log.matching(request, sample)
-        return read_request(self.folder / _file_name(chosen.id))
+        return read_request(self.folder / _file_name(matching(self._known(), request, sample).id))
 
     of_request = tokens
 
@@ -198,12 +196,3 @@ class ServedRun:
 def open_run(folder: str | os.PathLike[str]) -> ServedRun:
     """Open a folder that `ServedValues.save` or a server wrote."""
     return ServedRun(folder)
-
-
-def write_log(folder: Path, log: RowLog) -> None:
-    """Write every request of a log of which a row was computed."""
-    seen = ServedValues()
-    seen.fill(log)
-    seen.save(folder)
-    if log.problems:
-        SharedFolder(folder).put(_PROBLEMS, [json.dumps(log.problems).encode()])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtap.errors import MissingExtraError
 from torchtap.serving.recorder import RowRecorder
-from torchtap.serving.vllm_worker import ServedRecorder, WorkerExtension, check_version
+from torchtap.serving.vllm_worker import ServedRecorder, VllmEngine, WorkerExtension, check_version
 
 try:
     from vllm.platforms import current_platform
@@ -35,6 +35,9 @@ class TapWorker(WorkerExtension, Worker):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         settings = dict((self.vllm_config.additional_config or {}).get("torchtap") or {})
         sites = settings.get("sites") or ["**.layers.*:output"]
-        self._torchtap_graph = RowRecorder(self.model_runner.get_model(), sites, in_graph=True)
-        if settings.get("out") and self.rank == 0:
-            self._torchtap_served = ServedRecorder(self.model_runner, self._torchtap_graph, settings)
+        model = self.model_runner.get_model()
+        if not settings.get("out") or self.rank:
+            self._torchtap_graph = RowRecorder(model, sites, in_graph=True)
+            return
+        self._torchtap_graph = ServedRecorder(model, sites, settings)
+        VllmEngine(self.model_runner, self._torchtap_graph)

@@ -1,8 +1,7 @@
 """The part of the vLLM integration that runs in the engine's worker process.
 
-`EngineRecorder` reads the step of a model runner at the model's call: which requests the rows belong to, from the
-runner's batch; positions and tokens, from the arguments of the call. It checks each pass: positions of a request must
-be consecutive, and tokens of a prompt must be those of the request. A pass that fails is not recorded and is reported.
+`VllmEngine` reads the step of a model runner at the model's call: which requests the rows belong to, from the
+runner's batch; positions and tokens, from the arguments of the call.
 
 `WorkerExtension` (``worker_extension_cls=``) offers it to other processes by ``collective_rpc``. Nothing of vLLM is
 changed while nothing is recorded.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -24,12 +23,12 @@ import torch
 from torch import nn
 
 from torchtap.errors import FormError, SessionError
-from torchtap.serving.addresses import PassTable, Request, RequestTokens, RowLog, audit
-from torchtap.serving.recorder import RowRecorder, outputs_of
-from torchtap.serving.values import write_log, write_request
-from torchtap.spi import Hooks, RunWriter, ScalarBlock, SharedFolder, StepRecord, environment
+from torchtap.serving.addresses import PassTable, Request, RequestTokens, RowLog
+from torchtap.serving.recorder import FollowedEngine, RowRecorder, RowVisitor, outputs_of
+from torchtap.serving.values import ServedValues, write_request
+from torchtap.spi import RunWriter, ScalarBlock, SharedFolder, StepRecord, environment
 
-__all__ = ["EngineRecorder", "ServedRecorder", "StepTables", "WorkerExtension", "begin", "end", "external_id"]
+__all__ = ["ServedRecorder", "VllmEngine", "WorkerExtension", "begin", "check_version", "end", "external_id"]
 
 SUPPORTED = ("0.32",)
 _STATISTICS = ("mean", "std", "absmax", "rms")
@@ -60,70 +59,54 @@ def external_id(internal: str) -> tuple[str, int | None]:
 
 
 @final
-class StepTables:
-    """Follow a model runner, and call ``on_pass(table)`` before each call of the model with the addresses of its rows.
+class VllmEngine(FollowedEngine):
+    """Follow a model runner."""
 
-    ``requests`` has every request that was scheduled since; ``on_finished`` is called with each that ended.
-    """
-
-    def __init__(
-        self,
-        runner: Any,
-        on_pass: Callable[[PassTable], None],
-        on_passed: Callable[[], None],
-        on_problem: Callable[[str], None],
-        on_finished: Callable[[Request], None] | None = None,
-    ) -> None:
+    def __init__(self, runner: Any, visitor: RowVisitor) -> None:
+        super().__init__(runner.get_model(), visitor)
         self._runner = runner
-        self._on_pass, self._on_passed, self._on_problem = on_pass, on_passed, on_problem
-        self._on_finished = on_finished
-        self.requests: dict[str, Request] = {}
-        self.extra_args: dict[str, dict[str, Any]] = {}
         self._scheduled: dict[str, int] | None = None
         self._batch: Any = None  # of the second model runner
-        self._hooks = Hooks(runner.get_model())
-        self._hooks.before(runner.get_model(), self._before)
-        self._hooks.around(lambda: None, on_passed)
-        self._wrapped = ["execute_model", *["prepare_inputs"] * hasattr(runner, "prepare_inputs")]
-        self._execute, self._prepare = runner.execute_model, getattr(runner, "prepare_inputs", None)
-        runner.execute_model = self._execute_model
-        if self._prepare is not None:
-            runner.prepare_inputs = self._prepare_inputs
+        self.wrap(runner, "execute_model", self._execute_model)
+        if hasattr(runner, "prepare_inputs"):
+            self.wrap(runner, "prepare_inputs", self._prepare_inputs)
         for request in getattr(runner, "requests", {}).values():  # those that run already
-            self._add(request.req_id, request.prompt_token_ids, request.lora_request, request.mm_features)
+            self._add(request)
 
-    def remove(self) -> None:
-        """Leave the runner as it was."""
-        self._read_outputs(self.requests, finished=False)
-        self._hooks.remove()
-        for name in self._wrapped:
-            del self._runner.__dict__[name]
+    def _add(self, new: Any) -> None:
+        parent, sample = external_id(new.req_id)
+        scope = "" if new.lora_request is None else f"adapter {new.lora_request.lora_name}"
+        if new.mm_features:  # tokens do not tell what the values are
+            scope += f" media of {new.req_id}"
+        extra = getattr(new.sampling_params, "extra_args", None) or {}
+        self.requests[new.req_id] = Request(
+            new.req_id,
+            list(new.prompt_token_ids or ()),
+            scope=scope,
+            parent=parent,
+            sample=sample,
+            asked={key: value for key, value in extra.items() if key.startswith("torchtap_")},
+        )
 
-    def _add(self, name: str, prompt: Sequence[int] | None, adapter: Any, media: Any) -> None:
-        parent, sample = external_id(name)
-        scope = "" if adapter is None else f"adapter {adapter.lora_name}"
-        if media:  # tokens do not tell what the values are
-            scope += f" media of {name}"
-        self.requests[name] = Request(name, list(prompt or ()), scope=scope, parent=parent, sample=sample)
-
-    def _execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute_model(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduled.scheduled_new_reqs:
             if new.req_id not in self.requests:
-                self._add(new.req_id, new.prompt_token_ids, new.lora_request, new.mm_features)
-                self.extra_args[new.req_id] = dict(getattr(new.sampling_params, "extra_args", None) or {})
-        self._read_outputs(scheduled.finished_req_ids, finished=True)
+                self._add(new)
+        self._read(scheduled.finished_req_ids, finished=True)
         self._scheduled = scheduled.num_scheduled_tokens
         try:
-            return self._execute(scheduled, *args, **kwargs)
+            return execute(scheduled, *args, **kwargs)
         finally:
             self._scheduled = self._batch = None
 
-    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._prepare is not None
-        self._batch = self._prepare(*args, **kwargs)
+    def _prepare_inputs(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._batch = prepare(*args, **kwargs)
         return self._batch
 
-    def _read_outputs(self, names: Any, *, finished: bool) -> None:
+    def read_outputs(self) -> None:
+        self._read(self.requests, finished=False)
+
+    def _read(self, names: Iterable[str], *, finished: bool) -> None:
         """Read the output tokens of requests while the runner knows them."""
         states = getattr(self._runner, "requests", {})
         for name in names:
@@ -133,24 +116,12 @@ class StepTables:
             if name in states:
                 request.output = [int(token) for token in states[name].output_token_ids if token >= 0]
             request.finished = finished
-            if finished and self._on_finished is not None:
-                self._on_finished(request)
+            if finished:
+                self._visitor.finished(request)
 
-    def _before(self, args: Any, kwargs: Any) -> None:
+    def table(self, args: Any, kwargs: dict[str, Any]) -> PassTable | None:
         if self._scheduled is None:  # a warm-up or a profile, which has no requests
-            return
-        try:
-            table = self._table(kwargs)
-            problem = audit(table, self.requests)
-        except (AttributeError, KeyError, TypeError, IndexError) as error:
-            problem = f"the engine's step could not be read: {type(error).__name__}: {error}"
-        if problem:
-            self._on_problem(problem)
-        else:
-            self._on_pass(table)
-
-    def _table(self, kwargs: dict[str, Any]) -> PassTable:
-        assert self._scheduled is not None
+            return None
         batch = self._runner.input_batch if self._batch is None else self._batch
         names = tuple(batch.req_ids[: batch.num_reqs])
         if self._batch is None:
@@ -172,33 +143,7 @@ class StepTables:
 
 
 @final
-class EngineRecorder:
-    """Record the chosen sites of every request of one model runner."""
-
-    def __init__(self, runner: Any, sites: Sequence[str], prepared: RowRecorder | None = None) -> None:
-        self.log = RowLog()
-        self._recorder = (
-            RowRecorder(runner.get_model(), sites, log=self.log) if prepared is None else prepared
-        )
-        self._prepared = prepared
-        if prepared is not None:
-            prepared.log = self.log
-        self._tables = StepTables(runner, self._recorder.begin_pass, self._recorder.end_pass, self._problem)
-        self.log.requests = self._tables.requests
-
-    def _problem(self, text: str) -> None:
-        self.log.problems[""] = text
-
-    def remove(self) -> RowLog:
-        """Stop recording and return what was recorded."""
-        self._tables.remove()
-        if self._prepared is None:
-            self._recorder.remove()
-        return self.log
-
-
-@final
-class ServedRecorder:
+class ServedRecorder(RowRecorder):
     """Record for a server: chosen requests, and statistics of every n-th request. One for each worker.
 
     settings: ``out`` is the folder; ``every`` the period of the statistics, 0 for none; ``budget`` the largest number
@@ -206,58 +151,56 @@ class ServedRecorder:
     that goes wrong here reaches the server; it is written to ``problems.json``.
     """
 
-    def __init__(self, runner: Any, recorder: RowRecorder, settings: dict[str, Any]) -> None:
-        self.log = recorder.log
-        self._recorder = recorder
+    def __init__(self, model: nn.Module, sites: Sequence[str], settings: dict[str, Any]) -> None:
+        super().__init__(model, sites, in_graph=True)
         self._out = Path(settings["out"])
         self._every, self._budget = int(settings.get("every") or 0), int(settings.get("budget") or 4096)
-        self._left: dict[str, int] = {}  # rows that a request may still have; absent: it is not recorded
+        self._left: dict[str, int] = {}  # rows that a request may still have
+        self._recorded: set[str] = set()
         self._numbers: dict[str, int] = {}  # of requests whose statistics are taken
         self._count = 0
         self._statistics: RunWriter | None = None
         self._out.mkdir(parents=True, exist_ok=True)
-        names = [port.site.name for port in recorder.plan.ports]
+        names = [port.site.name for port in self.plan.ports]
         SharedFolder(self._out).put("sites.json", [json.dumps(names).encode()])
-        self._tables = StepTables(runner, self._on_pass, recorder.end_pass, self._problem, self._on_finished)
 
-    def _problem(self, text: str) -> None:
-        self.log.problems[""] = text
+    def report(self, problem: str) -> None:
+        super().report(problem)
         with suppress(OSError):
             SharedFolder(self._out).put("problems.json", [json.dumps(self.log.problems).encode()])
 
-    def _on_pass(self, table: PassTable) -> None:
+    def begin_pass(self, table: PassTable) -> None:
         try:
             chosen = {}
             for name, count in zip(table.requests, table.counts, strict=True):
-                if name not in self.log.requests:
-                    self._meet(name)
-                left = self._left.get(name, 0)
-                if left > 0:
-                    chosen[name] = slice(0, left)
-                    self._left[name] = left - count
-            self._recorder.begin_pass(table.only(chosen))
+                if name not in self._left:
+                    self._meet(self.requests[name])
+                chosen[name] = range(max(min(self._left[name], count), 0))
+                self._left[name] -= count
+            super().begin_pass(table.only(chosen))
         except Exception as error:
-            self._problem(f"{type(error).__name__}: {error}")
+            self.report(f"{type(error).__name__}: {error}")
 
-    def _meet(self, name: str) -> None:
+    def _meet(self, request: Request) -> None:
         """Decide what is recorded of a new request."""
-        asked = self._tables.extra_args.get(name, {})
-        self.log.requests[name] = self._tables.requests[name]
-        if "torchtap_rows" in asked:
-            self._left[name] = min(int(asked["torchtap_rows"]), self._budget)
-        if self._every and self._count % self._every == 0:
-            self._left.setdefault(name, self._budget)
-            self._numbers[name] = self._count
+        counted = bool(self._every) and self._count % self._every == 0
+        if counted:
+            self._numbers[request.id] = self._count
+        if counted or "torchtap_rows" in request.asked:
+            self._recorded.add(request.id)
+        rows = int(request.asked.get("torchtap_rows", self._budget if counted else 0))
+        self._left[request.id] = min(rows, self._budget)
         self._count += 1
 
-    def _on_finished(self, request: Request) -> None:
+    def finished(self, request: Request) -> None:
         try:
-            if request.id in self._left:
+            if request.id in self._recorded:
                 self._write(request)
         except Exception as error:
-            self._problem(f"request {request.id!r}: {type(error).__name__}: {error}")
+            self.report(f"request {request.id!r}: {type(error).__name__}: {error}")
         self.log.forget(request.id)
-        for known in (self._left, self._numbers, self._tables.requests, self._tables.extra_args):
+        self._recorded.discard(request.id)
+        for known in (self._left, self._numbers):
             known.pop(request.id, None)
 
     def _write(self, request: Request) -> None:
@@ -268,10 +211,8 @@ class ServedRecorder:
             values.missing.update(over)
         if request.id in self._numbers:
             self._add_statistics(self._numbers[request.id], values)
-        asked = self._tables.extra_args.get(request.id, {})
-        if "torchtap_rows" in asked:
-            sites = asked.get("torchtap_sites") or list(values)
-            write_request(self._out, values.only(sites))
+        if "torchtap_rows" in request.asked:
+            write_request(self._out, values, request.asked.get("torchtap_sites"))
 
     def _add_statistics(self, number: int, values: RequestTokens) -> None:
         """Write the statistics of one request as a step of the run ``statistics``: step n is the n-th request."""
@@ -284,27 +225,21 @@ class ServedRecorder:
         self._statistics.write(StepRecord(number, None, None, "eval", time.time(), (block,), ()))
         self._statistics.flush()
 
-    def remove(self) -> None:
-        """Stop recording."""
-        self._tables.remove()
-        if self._statistics is not None:
-            self._statistics.close()
 
-
-def begin(worker: Any, sites: Sequence[str]) -> list[str]:
-    """Start recording on a worker; return the names of the sites."""
+def begin(worker: Any, sites: Sequence[str]) -> RowLog:
+    """Start recording on a worker; return the log that is filled."""
     check_version()
-    runner = worker.model_runner
-    if getattr(worker, "_torchtap_served", None) is not None:
+    prepared = getattr(worker, "_torchtap_graph", None)
+    if isinstance(prepared, ServedRecorder):
         raise SessionError(
             "this engine records for its server: read the folder of the server, or start it without"
         )
     if getattr(worker, "_torchtap", None) is not None:
         raise SessionError("this engine is being recorded already: leave that capture first")
-    prepared = prepared_for(worker, sites)
-    worker._torchtap = EngineRecorder(runner, sites, prepared)
-    recorder: RowRecorder = worker._torchtap._recorder
-    return [port.site.name for port in recorder.plan.ports]
+    model = worker.model_runner.get_model()
+    recorder = prepared_for(worker, sites) or RowRecorder(model, sites)
+    worker._torchtap = VllmEngine(worker.model_runner, recorder)
+    return recorder.log
 
 
 def prepared_for(worker: Any, sites: Sequence[str]) -> RowRecorder | None:
@@ -334,27 +269,26 @@ def prepared_for(worker: Any, sites: Sequence[str]) -> RowRecorder | None:
     return prepared
 
 
-def end(worker: Any, folder: str | None = None) -> Any:
-    """Stop recording. Return the log, or write it to a folder and return its path."""
-    recorder: EngineRecorder | None = getattr(worker, "_torchtap", None)
-    if recorder is None:
+def end(worker: Any) -> None:
+    """Stop recording."""
+    if getattr(worker, "_torchtap", None) is None:
         raise SessionError("nothing is being recorded in this engine")
-    worker._torchtap = None
-    log = recorder.remove()
-    if folder is None:
-        return log
-    if worker.rank == 0:
-        write_log(Path(folder), log)
-    return folder
+    followed, worker._torchtap = worker._torchtap, None
+    followed.remove()
 
 
 class WorkerExtension:
     """Give vLLM's workers the methods that `torchtap.serving.capture` calls in other processes."""
 
-    def torchtap_begin(self, sites: list[str]) -> list[str]:
+    def torchtap_begin(self, sites: list[str]) -> None:
         """Start recording."""
-        return begin(self, sites)
+        self._torchtap_log = begin(self, sites)
 
-    def torchtap_end(self, folder: str) -> str:
+    def torchtap_end(self, folder: str) -> None:
         """Stop recording and write what was recorded."""
-        return str(end(self, folder))
+        end(self)
+        if self.rank == 0:  # type: ignore[attr-defined]
+            seen = ServedValues()
+            seen.fill(self._torchtap_log)
+            seen.save(folder)
+        del self._torchtap_log

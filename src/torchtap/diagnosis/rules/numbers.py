@@ -43,24 +43,28 @@ class _Outbreak(NamedTuple):
     place: ChartedSite
     values: float  # how many
     word: str  # NaN or inf
+    rank: int | None = None  # that it is on, if the ranks together do not show it
 
 
 @built_in("nonfinite")
 def nonfinite(rule: Rule, chart: Chart) -> Iterable[Finding]:
     """The origin of the first value that is not a finite number."""
-    nans, infs = chart.grid("nans", *_KINDS), chart.grid("infs", *_KINDS)
     first: dict[str, _Outbreak] = {}
-    _note_first(chart, nans, "NaN", first)
-    _note_first(chart, infs, "inf", first)
+    # Replicas are folded to the lowest rank's numbers, so each rank is looked at by itself too.
+    for rank, own in [(None, chart), *chart.ranks.items()]:
+        for statistic, word in (("nans", "NaN"), ("infs", "inf")):
+            _note_first(own, own.grid(statistic, *_KINDS), word, first, rank)
     order = sorted(first.values(), key=lambda each: (each.step, computed_order(each.place)))
     if order and not _is_of_the_loss(chart, order[0]):
-        yield _told(order, _where(order[0], nans), rule)
+        seen = chart if order[0].rank is None else chart.ranks[order[0].rank]
+        yield _told(order, _where(order[0], seen.grid("nans", *_KINDS)), rule)
     else:
         yield from _of_the_loss(chart, rule)
 
 
 def _told(order: Sequence[_Outbreak], where: str, rule: Rule) -> Finding:
-    step, place, count, word = order[0]
+    step, place, count, word, rank = order[0]
+    on = "" if rank is None else f" on rank {rank}"
     spread = sum(each.step == step for each in order)
     others = f"; {spread - 1} more sites had one in the same step" if spread > 1 else ""
     article, statistic = ("an", "infs") if word == "inf" else ("a", "nans")
@@ -70,7 +74,7 @@ def _told(order: Sequence[_Outbreak], where: str, rule: Rule) -> Finding:
         place.name,
         step,
         count,
-        f"the first value that is not a finite number is {article} {word} at {place.name}, step {step} "
+        f"the first value that is not a finite number is {article} {word} at {place.name}{on}, step {step} "
         f"({count:,.0f} of them){where}{others}",
         rule.fix,
         tuple(each.place.name for each in order),
@@ -96,8 +100,10 @@ def _of_the_loss(chart: Chart, rule: Rule) -> Iterable[Finding]:
     )
 
 
-def _note_first(chart: Chart, found: ChartGrid, word: str, first: dict[str, _Outbreak]) -> None:
-    """Where and when such values came first, site by site, if none came there before."""
+def _note_first(
+    chart: Chart, found: ChartGrid, word: str, first: dict[str, _Outbreak], rank: int | None
+) -> None:
+    """Note the first step with such values for each site, if no earlier one is known."""
     for row in np.flatnonzero((found.values > 0).any(axis=1)):
         place, counts = found.places[row], found.values[row]
         seen = counts[~np.isnan(counts)]
@@ -111,7 +117,7 @@ def _note_first(chart: Chart, found: ChartGrid, word: str, first: dict[str, _Out
             step = found.step(hits[0])
             known = first.get(place.name)
             if known is None or step < known.step:
-                first[place.name] = _Outbreak(step, place, float(counts[hits[0]]), word)
+                first[place.name] = _Outbreak(step, place, float(counts[hits[0]]), word, rank)
 
 
 def _is_of_the_loss(chart: Chart, first: _Outbreak) -> bool:
