@@ -1,4 +1,4 @@
-"""Checking a golden of GPT-2 beside one forward pass, in CPU seconds on one thread, and its size.
+"""Checking a golden of GPT-2 beside one forward pass, in CPU and wall seconds on one thread, and its size.
 
 A check is one forward pass with sketches of every value, and a digest of every weight. If a value is over the recorded
 floor, a second pass measures the noise.
@@ -36,14 +36,19 @@ def run(quick: bool = False) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad(), one_thread():
         path = golden.record("gpt2", model, inputs, root=folder)
         size = sum(each.stat().st_size for each in Path(path).iterdir())
-        forward = fastest(lambda: model(**inputs), rounds=rounds, clock=time.process_time)
-        check = fastest(
-            lambda: golden.check("gpt2", model, inputs, root=folder), rounds=rounds, clock=time.process_time
-        )
-    bar = 2 * forward + 1
+        clocks = {"CPU": time.process_time, "wall": time.perf_counter}
+        times = {
+            word: (
+                fastest(lambda: model(**inputs), rounds=rounds, clock=clock),
+                fastest(lambda: golden.check("gpt2", model, inputs, root=folder), rounds=rounds, clock=clock),
+            )
+            for word, clock in clocks.items()
+        }
+    case = f"check GPT-2, {layers} layers, {size_of(model)} M parameters, 128 tokens"
     return [
-        {"case": f"check GPT-2, {layers} layers, {size_of(model)} M parameters, 128 tokens", "value": f"{check:.3f} s",
-         "beside": f"forward {forward:.3f} s", "bar": f"≤ {bar:.2f} s", "holds": check <= bar},
+        *({"case": f"{case}, {word} time", "value": f"{check:.3f} s", "beside": f"forward {forward:.3f} s",
+           "bar": f"≤ {2 * forward + 1:.2f} s", "holds": check <= 2 * forward + 1}
+          for word, (forward, check) in times.items()),
         {"case": "size of its golden", "value": f"{size / 1e6:.2f} MB", "beside": "", "bar": "≤ 1 MB",
          "holds": size <= 1e6},
     ]  # fmt: skip

@@ -43,7 +43,7 @@ EXPORT_OF_KEPT_TENSORS = Limit(
 STRICT_EXPORT_OF_INSTRUMENTED = Limit(
     "2.10",
     "`torch.export` with `strict=True` refuses an instrumented model: hooks of the outermost module run outside of it",
-    "leave `strict` out, or export the model as it is",
+    "leave `strict` out, or export the model without taps",
 )
 TRACE_OF_CHECKPOINTS = Limit(
     "2.12",

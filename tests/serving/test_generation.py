@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from tests.optional import need
 
 from torchtap import serving
 from torchtap.errors import FormError, PlanError, SelectionError, SessionError
+
+transformers: Any = need("transformers")
+ContinuousBatchingConfig: Any = transformers.ContinuousBatchingConfig
+GenerationConfig: Any = transformers.GenerationConfig
+LlamaConfig: Any = transformers.LlamaConfig
+LlamaForCausalLM: Any = transformers.LlamaForCausalLM
 
 LAYERS = [f"model.layers.{number}" for number in range(3)]
 PROMPTS = [[(i * 7 + j * j) % 120 + 8 for j in range(n)] for i, n in enumerate([20, 9, 33, 5])]

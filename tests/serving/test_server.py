@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def ask(
 
     headers = [(b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    asyncio.run(RequestRecording(application)(scope, receive, send))
+    # In a thread: another test may have left an event loop running in this one.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, RequestRecording(application)(scope, receive, send)).result()
     return sent[0]["status"], json.loads(sent[1]["body"]), reached.get("body")
 
 

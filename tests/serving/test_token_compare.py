@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.optional import need
 
 import torchtap as tt
 from torchtap import serving
 from torchtap.errors import CompareError
+
+transformers: Any = need("transformers")
+LlamaConfig: Any = transformers.LlamaConfig
+LlamaForCausalLM: Any = transformers.LlamaForCausalLM
 
 SITES = (
     "model.embed_tokens:output",

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from tests.optional import need
 from tests.viewer.browsing import Visit, open_page, wait_for_colours
 from tests.viewer.recordings import train
 
@@ -229,7 +230,8 @@ _LEAVES_AT_ONCE = """new MutationObserver((_, own) => {
 def test_an_address_that_changes_while_the_page_is_first_drawn_is_shown(visit: Visit) -> None:
     visit.page.add_init_script(_LEAVES_AT_ONCE)
     page = visit.go("#/runs")
-    page.wait_for_function("document.getElementById('filter')?.value === 'here'")
+    # Not wait_for_function: it evaluates text in the page, which the page's policy forbids.
+    need("playwright.sync_api").expect(page.locator("#filter")).to_have_value("here")
 
 
 def test_dark_and_light_follow_the_system_until_chosen(browser: Any, server: ViewerServer) -> None:

@@ -109,7 +109,7 @@ def list_all(root: Path | None, as_json: bool) -> None:
                 "name": each.name,
                 "model": each.model,
                 "steps": each.steps,
-                "sites": len(each.seen.sites),
+                "sites": len(each.sites),
                 "target": each.target,
             }
             for each in goldens
@@ -119,9 +119,7 @@ def list_all(root: Path | None, as_json: bool) -> None:
     for each in goldens:
         kind = f"{each.steps} steps of {each.model}" if each.steps else each.model
         made = f"torch {each.made.get('torch')}, {each.made.get('processor')}"
-        say(
-            f"{each.name}  {kind}  {len(each.seen.sites)} sites  {made}  {each.target or 'checked by pytest'}"
-        )
+        say(f"{each.name}  {kind}  {len(each.sites)} sites  {made}  {each.target or 'checked by pytest'}")
 
 
 def _chosen(names: tuple[str, ...], root: Path | None) -> list[Any]:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import click
 
+from torchtap.cli.console import say_json
 from torchtap.errors import MissingExtraError
 
 __all__ = ["command"]
@@ -29,9 +30,19 @@ __all__ = ["command"]
     "--every", default=0, show_default=True, help="Keep statistics of every n-th request; 0 for none."
 )
 @click.option("--budget", default=4096, show_default=True, help="Tokens recorded of one request at most.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="First print the folder and the command, as a line of JSON."
+)
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
 def command(
-    engine: str, model: str, sites: tuple[str, ...], out: str, every: int, budget: int, rest: tuple[str, ...]
+    engine: str,
+    model: str,
+    sites: tuple[str, ...],
+    out: str,
+    every: int,
+    budget: int,
+    as_json: bool,
+    rest: tuple[str, ...],
 ) -> None:
     """Serve MODEL with vLLM, and record chosen requests. All other options go to vLLM.
 
@@ -46,4 +57,6 @@ def command(
         )
     words, environment = arguments(model, sites or ("**.layers.*:output",), out, every=every, budget=budget)
     start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *rest]
+    if as_json:
+        say_json({"folder": out, "command": start}, line=True)
     os.execve(sys.executable, start, {**os.environ, **environment})

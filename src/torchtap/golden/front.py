@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchtap
 from torchtap.comparison.passes import golden_copy
 from torchtap.comparison.values import resolution
 from torchtap.errors import CompareError
 from torchtap.golden.judge import Verdict, judge
-from torchtap.golden.observe import Observation, State, batch_of, observe_forward, observe_training
-from torchtap.golden.store import Golden, folder_of, load, save
-from torchtap.spi import environment, map_leaves
+from torchtap.golden.observe import Observation, in_order_of, observe
+from torchtap.golden.store import folder_of, load, save
+from torchtap.spi import environment
 
 __all__ = ["check", "default_root", "record"]
 
@@ -52,9 +54,9 @@ def record(
 
     Raises `CompareError` if the model is not deterministic or its results are NaN.
     """
-    run = _Run(model, inputs, steps)
-    folder_of(default_root(root), name)
-    seen = run.observe(known={})
+    folder_of(default_root(root), name)  # refuses a bad name before anything is run
+    run = partial(observe, model, inputs, steps)
+    seen = run(known={})
     results = [each for key, each in seen.sites.items() if key.startswith((":output", ":value"))]
     if not results:
         raise CompareError(f"golden {name!r}: the model returns no tensor, so there is nothing to compare")
@@ -64,16 +66,20 @@ def record(
             f"golden {name!r}: the results are NaN, first at {first}. Such a run is no reference, because everything "
             "agrees with it. `torchtap.find_nan` finds the cause"
         )
-    if unsteady := _unsteady(seen, run.observe()):
+    if unsteady := _unsteady(seen, run()):
         raise CompareError(
             f"golden {name!r}: {unsteady}. Draw random numbers from the default generators of torch, numpy or random, "
             "and let a training's function return a new model each time"
         )
-    floors = _floors(seen, [*(run.observe(seed) for seed in (1, 2, 3)), run.other_threads(), run.twin()])
+    runs = [*(run(seed=seed) for seed in (1, 2, 3)), _other_threads(run)]
+    if isinstance(model, nn.Module):
+        with suppress(Exception):  # a model that cannot run in float64 has the floor of the other runs
+            runs.append(observe(golden_copy(model)[0], inputs, 0, cast=torch.float64))
     made = {key: environment()[key] for key in ("torch", "python", "platform", "threads")}
     made |= {"torchtap": torchtap.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
-    kind = seen.modules[""].partition("(")[0]
-    return save(Golden(name, kind, steps, seen, floors, target, made), default_root(root))
+    floors = _floors(seen, seen, runs)
+    golden = replace(seen, name=name, steps=steps, floors=floors, target=target, made=made)
+    return save(golden, default_root(root))
 
 
 def check(name: str, model: Model, inputs: Any = None, *, steps: int = 0, root: Any = None) -> Verdict:
@@ -84,88 +90,44 @@ def check(name: str, model: Model, inputs: Any = None, *, steps: int = 0, root: 
     golden = load(default_root(root), name)
     if golden.steps != steps:
         raise CompareError(f"golden {name!r} is of {golden.steps} training steps, this check of {steps}")
-    run = _Run(model, inputs, steps)
-    note = run.reorder(golden.seen.batch)
-    seen = run.observe(known=golden.seen.state)
-    verdict = judge(golden, seen, golden.floors, "recorded with the golden")
-    if not verdict.same:
-        unsteady = _unsteady(seen, run.observe())
-        floors = _floors(seen, [run.observe(1), run.observe(2), run.other_threads()], golden)
-        again = judge(golden, seen, floors, "values moved by one ULP and other threads, here as well")
-        # What is not deterministic any more has as much noise as difference.
-        verdict = replace(verdict, cause=f"{unsteady}; {verdict.cause}") if unsteady else again
-    return replace(verdict, notes=(*verdict.notes, note)) if note else verdict
+    ordered = in_order_of(golden.batch, inputs)
+    notes = [] if ordered is inputs else ["the batch is in another order; it was compared in the golden's"]
+    run = partial(observe, model, ordered, steps)
+    seen = run(known=golden.state)
+    verdict = judge(golden, seen, golden.floors, "recorded with the golden", notes)
+    if verdict.same:
+        return verdict
+    if unsteady := _unsteady(seen, run()):  # it has as much noise as difference
+        return replace(verdict, cause=f"{unsteady}; {verdict.cause}")
+    floors = _floors(golden, seen, [run(seed=1), run(seed=2), _other_threads(run)])
+    return judge(golden, seen, floors, "values moved by one ULP and other threads, here as well", notes)
 
 
-@final
-class _Run:
-    """The thing that is run: a model on its inputs, or a training."""
-
-    def __init__(self, model: Any, inputs: Any, steps: int) -> None:
-        self._model, self._inputs, self._steps = model, inputs, steps
-        if not steps and (not isinstance(model, nn.Module) or inputs is None):
-            raise CompareError(
-                f"a golden needs an nn.Module and inputs=(x,), or a function and steps= for a training; not "
-                f"{type(model).__name__} and {type(inputs).__name__}"
-            )
-
-    def observe(self, seed: int | None = None, known: State | None = None) -> Observation:
-        if self._steps:
-            return observe_training(self._model, self._steps, seed)
-        return observe_forward(self._model, self._inputs, seed, known=known)
-
-    def other_threads(self) -> Observation:
-        before = torch.get_num_threads()
-        try:
-            torch.set_num_threads(2 if before == 1 else 1)
-            return self.observe()
-        finally:
-            torch.set_num_threads(before)
-
-    def twin(self) -> Observation | None:
-        """Return what a copy of the model in float64 shows; None if it has none."""
-        try:
-            copied, _ = golden_copy(self._model)
-            return None if copied is None else observe_forward(copied, self._inputs, cast=torch.float64)
-        except Exception:
-            return None
-
-    def reorder(self, wanted: list[int]) -> str:
-        """Put the batch into the order of the golden's, if it is the same batch in another order."""
-        batch = [] if self._steps else batch_of(self._inputs)
-        if batch == wanted or sorted(batch) != sorted(wanted):
-            return ""
-        order = torch.tensor([batch.index(row) for row in wanted])
-
-        def sorted_rows(_: str, value: Tensor) -> Tensor:
-            return value[order.to(value.device)] if value.dim() and len(value) == len(order) else value
-
-        self._inputs = map_leaves(self._inputs, sorted_rows)
-        return "the batch is in another order; it was compared in the golden's"
+def _other_threads(run: Callable[[], Observation]) -> Observation:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2 if before == 1 else 1)
+        return run()
+    finally:
+        torch.set_num_threads(before)
 
 
-def _floors(seen: Observation, runs: list[Observation | None], old: Golden | None = None) -> dict[str, float]:
-    """Return the largest harmless difference of each site, here and in a golden."""
-    floors = dict(old.floors) if old else {}
-    before = old.seen.sites if old else seen.sites
-    for other in runs:
-        for key, error in _distances(seen, other) if other else ():
-            # The noise of a lower precision does not count, nor does a place that is not finite in a right run.
-            if math.isfinite(error) and key in before and before[key].dtype == seen.sites[key].dtype:
-                floors[key] = max(floors.get(key, 0.0), error)
-    return floors
-
-
-def _distances(seen: Observation, other: Observation) -> Iterator[tuple[str, float]]:
-    """Yield how far each value of another run is from this one's."""
+def _floors(golden: Observation, seen: Observation, runs: list[Observation]) -> dict[str, float]:
+    """Return the largest harmless difference of each site, in the golden and here."""
+    floors = dict(golden.floors)
     for key, each in seen.sites.items():
-        yield key, each.distance(other.sites[key]) if key in other.sites else math.inf
+        # The noise of a lower precision does not count, nor does a place that is not finite in a right run.
+        if key in golden.sites and golden.sites[key].dtype == each.dtype:
+            noise = (each.distance(other.sites[key]) for other in runs if key in other.sites)
+            floors[key] = max([floors.get(key, 0.0), *filter(math.isfinite, noise)])
+    return floors
 
 
 def _unsteady(seen: Observation, again: Observation) -> str:
     """Describe the first difference between two equal runs; nothing if there is none."""
-    for key, error in _distances(seen, again):
-        if error > _STEADY * resolution(seen.sites[key].dtype):
+    for key, each in seen.sites.items():
+        error = each.distance(again.sites[key]) if key in again.sites else math.inf
+        if error > _STEADY * resolution(each.dtype):
             return (
                 f"the model is not deterministic: two runs with the same seed differ by {error:.2g} at {key}"
             )

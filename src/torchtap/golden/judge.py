@@ -28,7 +28,6 @@ from torchtap.comparison.values import resolution
 from torchtap.errors import CompareError
 from torchtap.golden.observe import Observation
 from torchtap.golden.sketch import Sketch
-from torchtap.golden.store import Golden
 from torchtap.spi import Name
 
 __all__ = ["Verdict", "judge"]
@@ -78,66 +77,62 @@ class Verdict:
         ).to_html(path)  # fmt: skip
 
 
-def judge(golden: Golden, seen: Observation, floors: dict[str, float], basis: str) -> Verdict:
+def judge(
+    golden: Observation, seen: Observation, floors: dict[str, float], basis: str, notes: list[str]
+) -> Verdict:
     """Return the verdict. ``floors`` are those of the golden and those measured here, whichever is larger."""
-    case, old = _Case(golden, seen, floors), golden.seen.sites
-    missing = [key for key in old if key.startswith(":output") and key not in case.pairs and not golden.steps]
-    same = not missing and not any(row.excess > 1 and case.decides(row) for row in case.rows)
-    found, paired = seen.modules[""].partition("(")[0], len(case.pairs)
-    if not same and found != golden.model and paired < 0.5 * len(old):
+    case, total = _Case(golden, seen, floors), len(golden.sites)
+    over = [row for row in case.rows if row.excess > 1]
+    results = (":output",) if not golden.steps else ()
+    same = not any(row.kind in _AROUND or row.target_site.startswith(results) for row in over)
+    paired, first = len(case.pairs), case.first()
+    if not same and seen.model != golden.model and paired < 0.5 * total:
         raise CompareError(
-            f"golden {golden.name!r} was recorded from another class, {golden.model}; {paired} of its {len(old)} "
-            f"sites are in this {found}. Give this model a name of its own, or accept it"
+            f"golden {golden.name!r} was recorded from another class, {golden.model}; {paired} of its {total} "
+            f"sites are in this {seen.model}. Give this model a name of its own, or accept it"
         )
-    first = case.first()
-    notes = [f"{len(old) - paired} of {len(old)} sites are not there"] if paired < len(old) else []
+    notes = [f"{total - paired} of {total} sites are not there", *notes] if paired < total else [*notes]
     if same and first is not None and (first.error > _SMALL or golden.steps):
-        inside = sum(row.excess > 1 for row in case.rows)
-        notes.append(f"{inside} values inside are computed in another way, first {first.target_site}")
+        notes.append(f"{len(over)} values inside are computed in another way, first {first.target_site}")
         first = None
     layer, site, cause = None, "", ""
+    differing = {row.module for row in over if row.kind == "output"}
     if first is not None:
         layer, site = case.blamed(first), first.target_site
         cause = "; ".join(case.causes(first, layer))
-    elif missing:
-        layer, site, cause = "", missing[0], "the model does not return it"
-    elif unused := [name for name in case.changed if case.agrees(_name(name).path)]:
-        layer, site = _name(unused[0]).path, unused[0]
+    elif unused := [name for name in case.changed if Name.read(name).path not in differing]:
+        layer, site = Name.read(unused[0]).path, unused[0]
         cause = f"{case.weights(unused)}; these inputs do not use it"
     rows = (replace(row, status="compensated") if same and row.excess > 1 else row for row in case.rows)
     return Verdict(name=golden.name, layer=layer, site=site, cause=cause, same_function=same, notes=tuple(notes),
                    basis=basis, rows=tuple(rows))  # fmt: skip
 
 
-def _name(key: str) -> Name:
-    return Name.read(key.partition(" step ")[0])
-
-
 @final
 class _Case:
     """A golden and a run, site by site."""
 
-    def __init__(self, golden: Golden, seen: Observation, floors: dict[str, float]) -> None:
-        self.golden, self.seen, self.pairs = golden, seen, _pairs(golden.seen, seen)
-        self.paths = {_name(old).path: _name(now).path for old, now in self.pairs.items()}
+    def __init__(self, golden: Observation, seen: Observation, floors: dict[str, float]) -> None:
+        self.golden, self.seen, self.pairs = golden, seen, _pairs(golden, seen)
+        self.paths = {Name.read(old).path: Name.read(now).path for old, now in self.pairs.items()}
         self.settings, self.changed = dict(self._settings()), dict(self._changed())
         self.values: list[tuple[Sketch, Sketch]] = []  # of each row
         self.rows = list(self._rows(floors))
 
     def _rows(self, floors: dict[str, float]) -> Iterator[Row]:
         """Measure every site in the golden's order of execution."""
-        results = iter(self.seen.results)
-        for key, old in self.golden.seen.sites.items():
-            name, floor = _name(key), max(floors.get(key, 0.0), LEAST * resolution(old.dtype))
+        results, plain = iter(self.seen.results), not self.golden.steps
+        for key, old in self.golden.sites.items():
+            name, floor = Name.read(key), max(floors.get(key, 0.0), LEAST * resolution(old.dtype))
             if now := self.pairs.get(key):
                 yield self._row(key, now, old, self.seen.sites[now], floor)
-            elif "grad" in name.kind and name.path in self.paths:
+            elif ("grad" in name.kind and name.path in self.paths) or (plain and key.startswith(":output")):
                 yield self._row(key, key, old, replace(old, shape=(-1,)), floor, "missing")
             if key.startswith(":output") and (result := next(results, None)) is not None:
                 yield self._row(key, key, old, result, floor, "compiled")
 
     def _row(self, key: str, now: str, old: Sketch, new: Sketch, floor: float, note: str = "") -> Row:
-        name, error, step = _name(now), old.distance(new), key.partition(" step ")[2]
+        name, error, step = Name.read(now), old.distance(new), key.partition(" step ")[2]
         known = _KNOWN if name.path in self.settings and name.kind == "output" else 1.0
         allowed = floor * (MARGIN_16_BIT if resolution(old.dtype) > 1e-4 else MARGIN / known)
         excess = error / allowed if allowed else math.inf if error else 0.0
@@ -150,7 +145,7 @@ class _Case:
 
     def _settings(self) -> Iterator[tuple[str, str]]:
         """Yield the modules whose settings changed, by their names now, and how."""
-        for path, text in self.golden.seen.modules.items():
+        for path, text in self.golden.modules.items():
             now = self.paths.get(path, path)
             both = (text, self.seen.modules.get(now, text))
             before, after = (set(re.split(r", |[()]", each.rpartition(" ")[0])) - {""} for each in both)
@@ -160,17 +155,13 @@ class _Case:
 
     def _changed(self) -> Iterator[tuple[str, float]]:
         """Yield the parameters and buffers that changed, by their names now, with the relative distance."""
-        for key, (digest, old) in self.golden.seen.state.items():
-            name = Name.parse(key)
+        for key, old in self.golden.state.items():
+            name = Name.read(key)
             now = str(name._replace(path=self.paths.get(name.path, name.path)))
-            other, new = self.seen.state.get(now, (digest, old))
-            error = old.distance(new) if other != digest and new.shape == old.shape else 0.0
+            new = self.seen.state.get(now, old)
+            error = old.distance(new) if new.digest != old.digest and new.shape == old.shape else 0.0
             if error > _WEIGHTS * resolution(old.dtype):
                 yield now, error
-
-    def decides(self, row: Row) -> bool:
-        """Return True if the row shows a result: outputs, or what a training leaves."""
-        return row.kind in _AROUND or (not self.golden.steps and row.target_site.startswith(":output"))
 
     def first(self) -> Row | None:
         """Return the first row over its floor. One barely over it may inherit a difference that began just below."""
@@ -178,10 +169,6 @@ class _Case:
         if first is not None and first.excess < 4:
             return next(row for row in self.rows if row.excess > first.excess / 4)
         return first
-
-    def agrees(self, path: str) -> bool:
-        """Return True if the module returns the same as before, or was not called."""
-        return all(row.excess <= 1 for row in self.rows if row.module == path and row.kind == "output")
 
     def blamed(self, first: Row) -> str:
         """Return the module, or the part of the loop, whose own code or weights made the first difference."""
@@ -196,17 +183,17 @@ class _Case:
             parent = self.seen.sites[first.target_site].parent
             path = "(inputs)" if parent is None else parent
         called = {row.module for row in self.rows}
-        owners = [_name(name).path for name in self.changed if path != "(inputs)"]
+        owners = [Name.read(name).path for name in self.changed if path != "(inputs)"]
         # A weight that the module's own code uses, without calling the module that has it.
         inside = (each for each in owners if each not in called and (not path or each.startswith(f"{path}.")))
         return next(inside, None) or self._caller(path)
 
     def _caller(self, path: str) -> str:
         """Return the module that called this one with more or fewer tensors than before, else this one."""
-        inputs = [[_name(key).path for key in seen.sites if _name(key).kind == "input"]
-                  for seen in (self.golden.seen, self.seen)]  # fmt: skip
+        inputs = [[Name.read(key).path for key in seen.sites if Name.read(key).kind == "input"]
+                  for seen in (self.golden, self.seen)]  # fmt: skip
         before, now = Counter(self.paths.get(each, each) for each in inputs[0]), Counter(inputs[1])
-        parents = {_name(key).path: each.parent for key, each in self.seen.sites.items()}
+        parents = {Name.read(key).path: each.parent for key, each in self.seen.sites.items()}
         while path in parents and before[path] != now[path]:
             path = "(inputs)" if (above := parents[path]) is None else above
         return path
@@ -215,7 +202,7 @@ class _Case:
         """Gradients flow backwards: the module that received the value computed its gradient, else the calling code."""
         mine = self.values[first.index][0].row
         same = [row for row in self.rows if np.array_equal(self.values[row.index][0].row, mine)]
-        parent = self.golden.seen.sites[first.site].parent or ""
+        parent = self.golden.sites[first.site].parent or ""
         if any(row.module == "" and row.kind == "grad_output" for row in same):
             return "(loss)"
         if first.module in self.settings:
@@ -229,7 +216,7 @@ class _Case:
         old, new = self.values[first.index]
         constant, rest = factor(old.row[3:], new.row[3:])
         if first.note == "missing":
-            yield "no gradient arrives any more"
+            yield "no gradient arrives any more" if "grad" in first.kind else "the model does not return it"
         elif old.shape != new.shape:
             yield f"shape {list(old.shape)} became {list(new.shape)}"
         elif new.infinite != old.infinite:
@@ -241,9 +228,9 @@ class _Case:
         if old.dtype != new.dtype:
             yield f"{old.dtype} became {new.dtype}"
         if self.changed:
-            own = [name for name in self.changed if _name(name).path == layer]
+            own = [name for name in self.changed if Name.read(name).path == layer]
             yield self.weights(own) if own else f"weights changed elsewhere: {', '.join([*self.changed][:3])}"
-        both = self.golden.seen, self.seen
+        both = self.golden, self.seen
         if layer in self.settings:
             yield self.settings[layer]
         elif len({each.modules.get(layer, "").rpartition(" ")[2] for each in both}) == 2:
@@ -260,16 +247,7 @@ class _Case:
 
 def _pairs(old: Observation, new: Observation) -> dict[str, str]:
     """Return which site is which. A module may be renamed, but not to a name that another one had."""
-    known = [[KnownSite(key, each.shape, each.dtype) for key, each in seen.sites.items()
-              if _name(key).kind in ("input", "output")] for seen in (old, new)]  # fmt: skip
-    aligned = {pair.reference: pair.target for pair in align(known[0], known[1]).pairs}
-    paths = {_name(key).path: _name(now).path for key, now in aligned.items()}
-    for key in old.sites:
-        name = _name(key)
-        now = aligned.get(key, key.replace(name.path, paths.get(name.path, name.path), 1))
-        path = _name(now).path
-        if now not in new.sites or (path != name.path and path in old.modules):
-            aligned.pop(key, None)
-        else:
-            aligned[key] = now
-    return aligned
+    left, right = ([KnownSite(key, s.shape, s.dtype) for key, s in seen.sites.items()] for seen in (old, new))
+    pairs = ((pair.reference, pair.target) for pair in align(left, right).pairs)
+    names = ((key, now, Name.read(key).path, Name.read(now).path) for key, now in pairs)
+    return {key: now for key, now, before, path in names if path == before or path not in old.modules}

@@ -26,22 +26,29 @@ from torchtap.errors import CompareError
 from torchtap.golden.sketch import Sketch, sketch
 from torchtap.spi import Call, Name, SharedFolder, input_leaves, leaves, map_leaves, places, untouched
 
-__all__ = ["Observation", "State", "batch_of", "observe_forward", "observe_training"]
+__all__ = ["Observation", "in_order_of", "observe"]
 
 _ROWS = 512  # a larger batch is not looked through for its order
-State = dict[str, tuple[str, Sketch]]  # a checksum and a sketch of each parameter and persistent buffer
+State = dict[str, Sketch]  # of each parameter and persistent buffer
 
 
 @final
 @dataclass(slots=True)
 class Observation:
-    """Everything that one run showed."""
+    """Everything that one run showed. A golden is one that was named and kept."""
 
     modules: dict[str, str]  # class, settings, checksum of the source; also of the library and of optimizers
     batch: list[int] = field(default_factory=list)  # a checksum of each row of the inputs
     state: State = field(default_factory=dict)  # the weights, before a training
     sites: dict[str, Sketch] = field(default_factory=dict)
     results: list[Sketch] = field(default_factory=list)  # of a compiled model, whose sites were seen eagerly
+    name: str = ""
+    steps: int = 0  # of a training; 0 for a forward pass
+    floors: dict[str, float] = field(default_factory=dict)  # of the machine that recorded it
+    target: str = ""  # ``file.py:function``, for the command line; empty: checked by pytest
+    made: dict[str, Any] = field(default_factory=dict)  # versions and processor
+
+    model = property(lambda self: self.modules[""].partition("(")[0])  # its class
 
 
 @final
@@ -61,9 +68,9 @@ class _Observer:
         if known is not None:
             self.seen.state = {name: _weight(value, known.get(name)) for name, value in _tensors(model)}
 
-    def run(self, step: Callable[[int], Any], steps: int) -> None:
+    def run(self, step: Callable[[int], Any], steps: int) -> Observation:
         """Run ``step``. Of later steps of a training only loss, gradients and updates are looked at."""
-        before = {name: each for name, (_, each) in self.seen.state.items()}
+        before = dict(self.seen.state)
         handle = register_optimizer_step_pre_hook(self._gradients)
         try:
             with visiting(self._model, self):
@@ -82,6 +89,7 @@ class _Observer:
         for name, value in _tensors(self._model):
             if ":buffer" in name and (self._training or self._model.training):
                 self._put(name, value)
+        return self.seen
 
     def before(self, call: Call, args: Any, kwargs: Any) -> Any:
         self._pass(call, "input", input_leaves(call.input_names, args, kwargs, through_objects=False))
@@ -129,35 +137,37 @@ class _Observer:
             self.seen.sites[key] = replace(made, parent=parent)
 
 
-def observe_forward(
-    model: nn.Module, inputs: Any, seed: int | None = None, known: State | None = None, cast: Any = None
+def observe(
+    model: Any, inputs: Any, steps: int, seed: int | None = None, known: State | None = None, cast: Any = None
 ) -> Observation:
-    """Call the model on ``inputs``. It is left unchanged; one that is compiled runs a second time, eagerly.
+    """Call a model on ``inputs``, or train it for a few steps.
+
+    A model that is called is left unchanged; one that is compiled runs a second time, eagerly. For a training,
+    ``model()`` returns a new model and a function that does one step and returns the loss.
 
     ``known``  sketch the weights as well, except for those whose checksum is known
     ``cast``   convert the floating-point inputs to this dtype
     """
+    if steps:
+        _seed(0)
+        match model():
+            case (nn.Module() as made, step) if callable(step):
+                return _Observer(made, seed, {}, training=True).run(step, steps)
+        raise CompareError("a training needs a function that returns (model, step), with step(i) -> loss")
+    if not isinstance(model, nn.Module) or inputs is None:
+        raise CompareError(
+            f"a golden needs an nn.Module and inputs=(x,), or a function and steps= for a training; not "
+            f"{type(model).__name__} and {type(inputs).__name__}"
+        )
     call, compiled = feed_of(inputs, cast), any(map(_is_compiled, model.modules()))
     observer = _Observer(model, seed, known, training=False)
+    observer.seen.batch = _batch_of(inputs)
     with untouched(model, in_place=compiled), default_dtype(cast):
-        _seed(0)
-        results = [sketch(value) for _, value in leaves(call(model))] if compiled else []
+        if compiled:
+            _seed(0)
+            observer.seen.results = [sketch(value) for _, value in leaves(call(model))]
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            observer.run(lambda _: call(model), 1)
-    observer.seen.batch, observer.seen.results = batch_of(inputs), results
-    return observer.seen
-
-
-def observe_training(make: Callable[[], Any], steps: int, seed: int | None = None) -> Observation:
-    """Train for a few steps. ``make()`` returns a new model and a function that does one step and returns the loss."""
-    _seed(0)
-    made = make()
-    right = isinstance(made, tuple) and len(made) == 2
-    if not (right and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise CompareError("a training needs a function that returns (model, step), with step(i) -> loss")
-    observer = _Observer(made[0], seed, {}, training=True)
-    observer.run(made[1], steps)
-    return observer.seen
+            return observer.run(lambda _: call(model), 1)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -179,14 +189,27 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield str(Name(place.path, kind, name)), value
 
 
-def _weight(value: Tensor, known: tuple[str, Sketch] | None) -> tuple[str, Sketch]:
-    """Return a checksum and a sketch; the known one if the checksum is the same."""
+def _weight(value: Tensor, known: Sketch | None) -> Sketch:
+    """Return the sketch of a weight; the known one if the checksum is the same."""
     plain = np.ascontiguousarray(value_of_tensor(value).array)
     digest = f"{SharedFolder.checksum(plain, len(plain)):08x}"
-    return known if known is not None and known[0] == digest else (digest, sketch(value))
+    return known if known is not None and known.digest == digest else replace(sketch(value), digest=digest)
 
 
-def batch_of(inputs: Any) -> list[int]:
+def in_order_of(wanted: list[int], inputs: Any) -> Any:
+    """Return the inputs with the batch in the golden's order, if it is the same batch in another order."""
+    batch = _batch_of(inputs)
+    if batch == wanted or sorted(batch) != sorted(wanted):
+        return inputs
+    order = torch.tensor([batch.index(row) for row in wanted])
+
+    def reordered(_: str, value: Tensor) -> Tensor:
+        return value[order.to(value.device)] if value.dim() and len(value) == len(order) else value
+
+    return map_leaves(inputs, reordered)
+
+
+def _batch_of(inputs: Any) -> list[int]:
     """Return a checksum of each row of a batch; nothing if the inputs have no batch dimension."""
     values = [] if callable(inputs) else [value for _, value in leaves(inputs) if value.dim()]
     rows = len(values[0]) if values and len(values[0]) <= _ROWS else 0

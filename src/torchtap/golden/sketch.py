@@ -36,6 +36,7 @@ class Sketch:
     shape: tuple[int, ...]
     row: Array  # the L2 norm, how many elements are not finite, and NaN; projections
     parent: str | None = None  # the module whose code passed the value; None: the caller of the model
+    digest: str | None = None  # a checksum of all bytes; of weights only
 
     norm = property(lambda self: float(self.row[0]))
     infinite = property(lambda self: int(self.row[1]))
@@ -60,24 +61,20 @@ def sketch(value: Tensor) -> Sketch:
     plain = value_of_tensor(
         torch.cat([each.reshape(-1) for each in value.unbind()]) if value.is_nested else value
     )
-    grid, infinite, nans = _grid(torch.from_numpy(np.ascontiguousarray(plain.real())).reshape(-1))
-    rows, columns = _signs(grid.shape[0], "rows"), _signs(grid.shape[1], "columns")
+    flat = torch.from_numpy(np.ascontiguousarray(plain.real())).reshape(-1)
+    width = 1 << max(len(flat) - 1, 0).bit_length() // 2  # of a nearly square matrix
+    grid = torch.zeros(max(-(-len(flat) // width), 1), width, dtype=torch.float64)
+    grid.view(-1)[: len(flat)] = flat
+    infinite = nans = 0
+    if not math.isfinite(float(grid.sum())):  # cheaper than a look at each element
+        bad = ~torch.isfinite(grid)
+        infinite, nans = int(bad.sum()), int(torch.isnan(grid).sum())
+        most = float(torch.where(bad, 0.0, grid).abs().max())
+        # Infinities and NaN count by their place and their sign.
+        grid = torch.nan_to_num(grid, nan=3 * most + 3, posinf=2 * most + 2, neginf=-2 * most - 2)
+    rows, columns = _signs(grid.shape[0], "rows"), _signs(width, "columns")
     head = torch.tensor([torch.linalg.vector_norm(grid), infinite, nans], dtype=torch.float64)
     return Sketch(plain.dtype, plain.shape, torch.cat([head, ((grid @ columns) * rows).sum(0)]).numpy())
-
-
-def _grid(flat: Tensor) -> tuple[Tensor, int, int]:
-    """Return the elements in float64 as a nearly square matrix, and how many are not finite, and NaN."""
-    width = 1 << max(len(flat) - 1, 0).bit_length() // 2
-    grid = torch.zeros(max(-(-len(flat) // width), 1) * width, dtype=torch.float64)
-    grid[: len(flat)] = flat
-    if math.isfinite(float(grid.sum())):  # cheaper than a look at each element
-        return grid.view(-1, width), 0, 0
-    bad = ~torch.isfinite(grid)
-    most = float(torch.where(bad, 0.0, grid).abs().max())
-    # Infinities and NaN count by their place and their sign.
-    plain = torch.nan_to_num(grid, nan=3 * most + 3, posinf=2 * most + 2, neginf=-2 * most - 2)
-    return plain.view(-1, width), int(bad.sum()), int(torch.isnan(grid).sum())
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from typing import Any, final
 from urllib.parse import unquote
 
 from torchtap.errors import PlanError, SelectionError
+from torchtap.sanitize import parse_json, read_file
 from torchtap.serving.values import open_run
 
 __all__ = ["RequestRecording", "arguments"]
@@ -92,7 +93,7 @@ class RequestRecording:
     def _translated(self, body: bytes) -> bytes:
         """Return the body with the settings for torchtap as arguments of vLLM."""
         try:
-            data = json.loads(body)
+            data = parse_json(body)
         except ValueError:
             return body  # vLLM answers that
         if not isinstance(data, dict) or "torchtap" not in data:
@@ -112,7 +113,7 @@ class RequestRecording:
 
     def _known(self, sites: Any) -> list[str]:
         path = self._folder / "sites.json"
-        known = json.loads(path.read_text()) if path.exists() else []
+        known = parse_json(read_file(path)) if path.exists() else []
         if not isinstance(sites, list) or not sites:
             raise PlanError(f"sites={sites!r}: give a list of sites; the server has {', '.join(known[:4])} …")
         for site in sites:

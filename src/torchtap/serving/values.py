@@ -16,6 +16,7 @@ from typing import Any, final
 from urllib.parse import quote
 
 from torchtap.errors import OutputError, RunNotFoundError, SessionError
+from torchtap.sanitize import parse_json, read_file
 from torchtap.serving.addresses import Rejected, Request, RequestTokens, RowLog, matching
 from torchtap.spi import SharedFolder
 
@@ -137,7 +138,7 @@ def read_request(path: Path) -> RequestTokens:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        meta = json.loads(file.metadata()[_KEY])
+        meta = parse_json(file.metadata()[_KEY])
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     rejected = [
         Rejected(position, token, {
@@ -171,7 +172,7 @@ class ServedRun:
         known = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
-                request = Request(**json.loads(file.metadata()[_KEY])["request"])
+                request = Request(**parse_json(file.metadata()[_KEY])["request"])
             known[request.id] = request
         return known
 
@@ -179,7 +180,7 @@ class ServedRun:
     def problems(self) -> dict[str, str]:
         """Sites that could not be taken, and why."""
         path = self.folder / _PROBLEMS
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        return dict(parse_json(read_file(path))) if path.exists() else {}
 
     @property
     def requests(self) -> list[str]:
