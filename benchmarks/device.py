@@ -21,7 +21,7 @@ import torchtap as tt
 from torchtap.reduce import device_kernel
 from torchtap.reduce.device_copy import line_to
 
-_WARM, _STEPS, _TURNS = 10, 30, 5
+_WARM, _STEPS, _TURNS, _BLOCKS = 10, 30, 5, 6
 Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
@@ -30,11 +30,16 @@ def main() -> None:
     parser.add_argument(
         "--device", default=None, help="cuda, xpu, mps, npu, hpu …; the accelerator by default"
     )
-    asked = parser.parse_args().device
-    found = torch.accelerator.current_accelerator()
-    if asked is None and found is None:
-        print("torch finds no accelerator here; --device names one")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model and few steps: a glance, not a result"
+    )
+    options = parser.parse_args()
+    asked, found = options.device, torch.accelerator.current_accelerator()
+    if found is None or (asked and torch.device(asked).type == "cpu"):
+        print("torch finds no accelerator here" if found is None else "the CPU is no accelerator")
         return
+    if options.quick:
+        globals().update(_WARM=1, _STEPS=2, _TURNS=1, _BLOCKS=1)
     device = torch.empty(0, device=asked or found).device
     line = line_to(device)
     rows = [
@@ -73,7 +78,7 @@ class _Dropped:
 
 def _model(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    blocks = [nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True) for _ in range(6)]
+    blocks = [nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True) for _ in range(_BLOCKS)]
     return nn.Sequential(*blocks).to(device)
 
 
