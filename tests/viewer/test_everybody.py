@@ -80,7 +80,7 @@ def test_the_model_opens_as_a_drawer_on_a_phone(browser: Any, server: ViewerServ
         hand.click(".menu-button")
         hand.type("#search", "head:output", key="Enter")
         page.wait_for_selector("section.site h1:has-text('head:output')")
-        assert not page.locator(".tree").is_visible()
+        page.wait_for_selector(".tree", state="hidden")  # it closes with the next paint
 
 
 def test_the_words_under_a_finger_stay_on_the_screen(browser: Any, server: ViewerServer) -> None:
